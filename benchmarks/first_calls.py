@@ -13,7 +13,7 @@ import torch
 
 import forall
 from forall._jit import search_budget
-from forall._jit.auto.policy import Replays
+from forall._jit.auto.policy import AutoReplayCache
 from measure import Built, repetitions_for, seconds, settled, synchroniser
 from registry import FALLBACKS, Contestants, Program
 from report import lined, mean, number
@@ -116,10 +116,10 @@ def replay(on: bool, patience: float) -> Iterator[None]:
 def noted() -> Iterator[list]:
     """A note for each time that replay records, or goes on with what was recorded."""
     notes: list = []
-    originals = {name: getattr(Replays, name) for name in ("_first", "_one_more_step")}
+    originals = {name: getattr(AutoReplayCache, name) for name in ("_first", "_one_more_step")}
 
     def noting(original: Any) -> Any:
-        def run(self: Replays, *args: Any) -> Any:
+        def run(self: AutoReplayCache, *args: Any) -> Any:
             notes.append(self)
             return original(self, *args)
 
@@ -127,11 +127,11 @@ def noted() -> Iterator[list]:
 
     try:
         for name, original in originals.items():
-            setattr(Replays, name, noting(original))
+            setattr(AutoReplayCache, name, noting(original))
         yield notes
     finally:
         for name, original in originals.items():
-            setattr(Replays, name, original)
+            setattr(AutoReplayCache, name, original)
 
 
 def measured(name: str, contestants: Contestants, rounds: int, device: torch.device) -> Row:
@@ -153,7 +153,12 @@ def measured(name: str, contestants: Contestants, rounds: int, device: torch.dev
         median(lambda s: s.recorded / (PER_CALL * s.theirs + PER_OPERATOR * operators)),
         median(lambda s: s.watched / s.eager),
         median(lambda s: s.kept / s.warm),
-        median(lambda s: s.longest / (search_budget.CALLS * s.warm + search_budget.SLACK)),
+        median(
+            lambda s: (
+                s.longest
+                / (search_budget.EAGER_CALLS_ALLOWED * s.warm + search_budget.SECONDS_ALLOWED)
+            )
+        ),
     )
 
 
@@ -211,8 +216,8 @@ def section(built: Built, rounds: int, device: torch.device) -> list[str]:
         "for each operator of the program. With `forall.config.replay` on, a first call is only",
         "timed, and later ones record: both are divided by calls with replay off. The longest of",
         (
-            f"these may take {search_budget.CALLS:g} calls as they are and "
-            f"{1e3 * search_budget.SLACK:g} ms."
+            f"these may take {search_budget.EAGER_CALLS_ALLOWED:g} calls as they are and "
+            f"{1e3 * search_budget.SECONDS_ALLOWED:g} ms."
         ),
         "",
         *table(rows),

@@ -10,7 +10,7 @@ import torch.func
 from torch.utils._pytree import tree_map
 
 import forall
-from forall._jit.auto.policy import Replays
+from forall._jit.auto.policy import AutoReplayCache
 
 Program = Callable[[], Any]
 Quantity = Literal["time", "peak memory"]
@@ -188,18 +188,18 @@ def with_replay(contestants: Contestants) -> Contestants:
             given.replay, given.patience = before
 
     hits = []
-    original = Replays.again
+    original = AutoReplayCache.replay_entry
 
-    def counted(self: Replays, *args: Any) -> Any:
+    def counted(self: AutoReplayCache, *args: Any) -> Any:
         hits.append(self)
         return original(self, *args)
 
-    Replays.again = counted
+    AutoReplayCache.replay_entry = counted
     try:
         for _ in range(6):  # two before it is looked at, one that is seen, one that is recorded
             replayed()
     finally:
-        Replays.again = original
+        AutoReplayCache.replay_entry = original
     return replace(contestants, replayed=replayed) if hits else contestants
 
 

@@ -49,7 +49,7 @@ def no_module(name: str) -> Callable[[], str | None]:
 
 
 def no_compiler() -> str | None:
-    lacks = compile_backends.no_inductor()
+    lacks = compile_backends.find_inductor_obstacle()
     return lacks and f"this machine lacks {lacks}"
 
 

@@ -38,7 +38,11 @@ def drawn(rng: random.Random) -> Shape:
             return examples, images, channels, filters, image, kernel, stride, padding
 
 
-FORMS = (convolution.by_groups, convolution.places_last, convolution.channels_last)
+FORMS = (
+    convolution.weight_grad_by_groups,
+    convolution.weight_grad_places_last,
+    convolution.weight_grad_channels_last,
+)
 
 
 def costs(shape: Shape) -> tuple[dict[str, float], str]:
@@ -50,7 +54,7 @@ def costs(shape: Shape) -> tuple[dict[str, float], str]:
     given = (g, x, (filters, channels, kernel, kernel))
     how = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
     cost = {form.__name__: seconds(partial(form, *given, *how)) for form in FORMS}
-    return cost, convolution.fastest(*given, *how).__name__
+    return cost, convolution.choose_weight_grad(*given, *how).__name__
 
 
 def seconds(program: Callable, rounds: int = 5, target: float = 0.004) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forall._api.execution import strategy
-from forall._divergence import Refused
+from forall._divergence import Refusal
 
 # The mark of tests about code that has no converted form.
 EXPECTED = pytest.mark.filterwarnings(
@@ -21,8 +21,8 @@ GAPS = ("attribute_written_in_a_branch", "transforms_inside")
 def only_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no function be converted, which then is nothing to warn of."""
 
-    def convert(*_: Any, **__: Any) -> Refused:
-        return Refused("a test wants groups", f"{__file__}:1")
+    def convert(*_: Any, **__: Any) -> Refusal:
+        return Refusal("a test wants groups", f"{__file__}:1")
 
     monkeypatch.setattr(strategy, "convert", convert)
-    monkeypatch.setattr(strategy, "warn", lambda *_: None)
+    monkeypatch.setattr(strategy, "warn_of_groups", lambda *_: None)

@@ -24,31 +24,31 @@ import torch
 from torch import Tensor
 
 from forall._compat import pytree, rng_state
-from forall._compat.private_api import has_global_hooks, version
+from forall._compat.private_api import get_version, has_global_hooks
 from forall._compat.storage import has_memory
 from forall._compat.transform_call import call_transform
 from forall._core.call_site import OURS
-from forall._jit.auto.policy import Replays, _is_same, _same
-from forall._jit.backends.python_source import function
-from forall._jit.cache.call_cache import AsItIs, Kinds
+from forall._jit.auto.policy import AutoReplayCache, _check_replay, _is_same
+from forall._jit.backends.python_source import write_program
+from forall._jit.cache.call_cache import EagerKind, JitCache
 from forall._jit.cache.call_key import is_free
-from forall._jit.cache.differentiable_entry import Differentiated
-from forall._jit.cache.entry import Recorded
-from forall._jit.static_args import Statics
-from forall._jit.tracing.trace_call import guarding
+from forall._jit.cache.differentiable_entry import DifferentiableEntry
+from forall._jit.cache.entry import CacheEntry
+from forall._jit.static_args import StaticArguments
+from forall._jit.tracing.trace_call import make_guards
 
 FASTMATH = os.environ.get("FORALL_TESTS") == "fastmath"
 COUNT: Counter[str] = Counter()
 REASONS: Counter[str] = Counter()
 
 
-class Quiet(Kinds):
+class Quiet(JitCache):
     """Kinds of calls; what cannot be recorded is counted, and not warned of."""
 
-    def _as_it_is(self, kind: Any, given: tuple[tuple, dict], why: str) -> AsItIs:
+    def _keep_eager(self, kind: Any, given: tuple[tuple, dict], why: str) -> EagerKind:
         REASONS[why] += 1
-        self._keep(kind, AsItIs("", why))
-        return AsItIs("", why)
+        self._keep_entry(kind, EagerKind("", why))
+        return EagerKind("", why)
 
 
 class State:
@@ -57,20 +57,20 @@ class State:
     def __init__(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> None:
         self.tensors = [t for t in tensors if has_memory(t)]
         self.others = [*tensors, *others]
-        self.versions = [*map(version, self.tensors)]
+        self.versions = [*map(get_version, self.tensors)]
         self.numbers = [t.detach().clone() for t in self.tensors]
-        self.drawn = rng_state.states(self.others)
+        self.drawn = rng_state.save_states(self.others)
 
     def put_back(self) -> None:
         """As it was; no version moves, for a graph may have saved what is put back."""
         for t, numbers in zip(self.tensors, self.numbers, strict=True):
             if not torch.equal(t, numbers):  # rules write below autograd, and move no version
                 t.data.copy_(numbers)
-        rng_state.restore(self.drawn)
+        rng_state.restore_states(self.drawn)
 
     def now(self) -> list[Tensor]:
         left = [t.detach().clone() for t in self.tensors]
-        return [*left, *rng_state.states(self.others).values()]
+        return [*left, *rng_state.save_states(self.others).values()]
 
     def compare(self, left: list[Tensor]) -> None:
         now = self.now()
@@ -84,12 +84,14 @@ def not_the_users(f: FunctionType) -> FunctionType:
     return f
 
 
-class ByJit(Replays):
+class ByJit(AutoReplayCache):
     """In the place of what replays the calls of a transformed function."""
 
     def __init__(self, run: Any, leads_back: Any = None, *, stands_in: bool = False) -> None:
         super().__init__(run, leads_back, stands_in=stands_in)
-        self.kinds = Quiet(run, Statics(run, None, None), write=function, fastmath=FASTMATH)
+        self.kinds = Quiet(
+            run, StaticArguments(run, None, None), write=write_program, fastmath=FASTMATH
+        )
 
     @not_the_users
     def run(self, args: tuple, kwargs: dict, instead: Any) -> Any:
@@ -101,9 +103,9 @@ class ByJit(Replays):
         COUNT["calls"] += 1
         if not is_free() or sys.gettrace() or has_global_hooks():
             return instead()
-        leaves = pytree.leaves((args, kwargs))
+        leaves = pytree.get_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        guards = guarding(self.eager, (args, kwargs))
+        guards = make_guards(self.eager, (args, kwargs))
         state = State([*tensors, *guards.tensors.values()], guards.generators)
         known, hits = [*self.kinds.known.values()], self.kinds.hits
         try:
@@ -113,32 +115,32 @@ class ByJit(Replays):
                 state.put_back()
                 instead()
                 raise  # by the program alone
-            if not guards.hold() or [*map(version, state.tensors)] != state.versions:
+            if not guards.hold() or [*map(get_version, state.tensors)] != state.versions:
                 raise
-            rng_state.restore(state.drawn)
+            rng_state.restore_states(state.drawn)
             return instead()
         made = next(reversed(self.kinds.known.values()), None)
-        if not isinstance(made, Recorded):
+        if not isinstance(made, CacheEntry):
             return result
         if self.kinds.hits > hits:
             COUNT["replayed calls compared"] += 1
             found, left = _copied(made, result), state.now()
             state.put_back()
             result = instead()
-            _same(found, result, made, tensors)
+            _check_replay(found, result, made, tensors)
             state.compare(left)
         elif not any(made is k for k in known):
             COUNT["recorded calls compared"] += 1
             truth, left = _copied(made, result), state.now()
             state.put_back()
-            _same(made(tensors), truth, made, tensors)
+            _check_replay(made(tensors), truth, made, tensors)
             state.compare(left)
         return result
 
 
-def _copied(made: Recorded, result: Any) -> Any:
+def _copied(made: CacheEntry, result: Any) -> Any:
     """A result that stays as it is; with a derivative outside, nothing is written into it."""
-    if isinstance(made, Differentiated):
+    if isinstance(made, DifferentiableEntry):
         return result
     leaves, spec = pytree.flatten(result)
     copies = [x.clone() if isinstance(x, Tensor) and has_memory(x) else x for x in leaves]

@@ -106,29 +106,29 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before = forall.config.replay, torchscript.LENGTH, torchscript.CALLS
-    slack = search_budget.SLACK
+    slack = search_budget.SECONDS_ALLOWED
     if item.get_closest_marker("timed") is None:
-        search_budget.SLACK = 1e6  # else it hangs on the machine's speed what is recorded
+        search_budget.SECONDS_ALLOWED = 1e6  # else it hangs on the machine's speed what is recorded
     forall.config.replay = _how(item, before[0])
     if crc32(item.nodeid.encode()) % 2:
         torchscript.LENGTH, torchscript.CALLS = 1, 0
-    own = policy.Replays
+    own = policy.AutoReplayCache
     failed: list[strategy.Obstacle] = []
-    warn, strategy.warn = strategy.warn, _heard(failed)
+    warn, strategy.warn_of_groups = strategy.warn_of_groups, _heard(failed)
     if BY_JIT and not ASIDE & _rooms(item):
         import by_jit
 
-        policy.Replays = by_jit.ByJit
+        policy.AutoReplayCache = by_jit.ByJit
     try:
         result = yield
         if not any(gap in item.nodeid for gap in GAPS):
             assert not failed, f"the conversion failed by an error of its own: {failed[0]}"
         return result
     finally:
-        strategy.warn = warn
-        search_budget.SLACK = slack
+        strategy.warn_of_groups = warn
+        search_budget.SECONDS_ALLOWED = slack
         forall.config.replay, torchscript.LENGTH, torchscript.CALLS = before
-        policy.Replays = own
+        policy.AutoReplayCache = own
 
 
 @pytest.hookimpl(wrapper=True)
@@ -144,7 +144,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 def _heard(failed: list[strategy.Obstacle]) -> Callable:
     """`apart.warn`, which notes where a conversion was given up for an error inside forall."""
-    warn = strategy.warn
+    warn = strategy.warn_of_groups
 
     def heard(call: Any, why: strategy.Obstacle) -> None:
         if why.is_internal:

@@ -4,7 +4,7 @@ from torch.func import functionalize, replace_all_batch_norm_modules_
 
 from forall._compat.versions import rearrange
 from forall._compat.versions import warn_if_untested as _warn_if_untested
-from forall._core.import_time import without_collector as _without_collector
+from forall._core.import_time import pause_gc as _without_collector
 
 _warn_if_untested()
 with _without_collector():
@@ -38,10 +38,10 @@ with _without_collector():
     from forall._divergence import install as _wiring
     from forall._vmap import rules as _rules
 
-    _functions.install()
-    _captured.install()
-    _copies.install()
-    _torchs.install()
+    _functions.install_functions()
+    _captured.install_autograd_calls()
+    _copies.install_deepcopy()
+    _torchs.install_control_flow()
 del _captured, _copies, _functions, _wiring, _rules, _torchs
 del _warn_if_untested, _without_collector
 __all__ = [

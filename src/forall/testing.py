@@ -11,7 +11,7 @@ from forall._api.jvp import jvp
 from forall._api.vjp import vjp
 from forall._api.vmap import vmap
 from forall._compat import pytree
-from forall._core.errors import Call, columns, short
+from forall._core.errors import TransformCall, format_columns, format_short
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +32,8 @@ def check_vmap(
     Example:
         >>> check_vmap(torch.mv, torch.rand(2, 3, 4), torch.rand(4), in_dims=(1, None))
     """
-    call = Call("check_vmap", f, in_dims=in_dims)
-    leaves, spec, dims, size = mapped_inputs.inputs(call, _copied(args), {}, in_dims)
+    call = TransformCall("check_vmap", f, in_dims=in_dims)
+    leaves, spec, dims, size = mapped_inputs.check_inputs(call, _copy_tensors(args), {}, in_dims)
     results = []
     for i in range(size):
         example = [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
@@ -41,19 +41,23 @@ def check_vmap(
         results.append(f(*given))
     if not results:
         raise ValueError(f"{call}: there is no example.\nPass at least one, to compare with.")
-    mapped = vmap(f, in_dims, out_dims, chunk_size=chunk_size)(*_copied(args))
+    mapped = vmap(f, in_dims, out_dims, chunk_size=chunk_size)(*_copy_tensors(args))
     _, out_spec = pytree.flatten(results[0])
-    places = mapped_inputs.Places(Call("check_vmap", f, out_dims=out_dims), out_dims).of(out_spec)
-    rows = [pytree.leaves(r) for r in results]
-    truth = [_stacked(list(c), p) for c, p in zip(zip(*rows, strict=True), places, strict=True)]
-    _same(call, mapped, pytree.unflatten(truth, out_spec))
+    places = mapped_inputs.OutDims(
+        TransformCall("check_vmap", f, out_dims=out_dims), out_dims
+    ).expand_to_leaves(out_spec)
+    rows = [pytree.get_leaves(r) for r in results]
+    truth = [
+        _stack_values(list(c), p) for c, p in zip(zip(*rows, strict=True), places, strict=True)
+    ]
+    _assert_same(call, mapped, pytree.unflatten(truth, out_spec))
 
 
-def _copied(args: tuple) -> tuple:
+def _copy_tensors(args: tuple) -> tuple:
     return pytree.map_tensors(lambda x: x.detach().clone(), args)
 
 
-def _stacked(values: list, place: int | None) -> Any:
+def _stack_values(values: list, place: int | None) -> Any:
     if place is None or not isinstance(values[0], (torch.Tensor, int, float, complex)):
         return values[0]
     return torch.stack([torch.as_tensor(v) for v in values], place)
@@ -79,28 +83,31 @@ def check_grad(f: Callable, *args: torch.Tensor, order: int = 2, step: float = 1
         >>> x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 7.0]], dtype=torch.float64)
         >>> check_grad(lambda x: x.log().sum(0), x)              # (2, 3) -> (3,)
     """
-    call = Call("check_grad", f)
+    call = TransformCall("check_grad", f)
     for x in args:
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float64:
             raise ValueError(
                 f"{call}: arguments must be float64 tensors.\n"
-                f"{columns([('argument', short(x))])}\nConvert it: x.double()."
+                f"{format_columns([('argument', format_short(x))])}\nConvert it: x.double()."
             )
     draw = torch.Generator().manual_seed(0)
     directions = tuple(_like(x, draw) for x in args)
 
     def flat(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(y for y in pytree.leaves(f(*xs)) if y.is_floating_point())
+        return tuple(y for y in pytree.get_leaves(f(*xs)) if y.is_floating_point())
 
-    def moved(by: float) -> tuple[torch.Tensor, ...]:
+    def evaluate_moved(by: float) -> tuple[torch.Tensor, ...]:
         return flat(*(x + by * t for x, t in zip(args, directions, strict=True)))
 
     ys, pushed = jvp(flat, args, directions)
-    slopes = tuple((a - b) / (2 * step) for a, b in zip(moved(step), moved(-step), strict=True))
-    _same(call, pushed, slopes, rtol=1e-5, atol=1e-6)
+    slopes = tuple(
+        (a - b) / (2 * step)
+        for a, b in zip(evaluate_moved(step), evaluate_moved(-step), strict=True)
+    )
+    _assert_same(call, pushed, slopes, rtol=1e-5, atol=1e-6)
     weights = tuple(_like(y, draw) for y in ys)
     pulled = vjp(flat, *args)[1](weights)
-    _same(call, _dot(pulled, directions), _dot(weights, pushed), rtol=1e-7, atol=1e-9)
+    _assert_same(call, _dot(pulled, directions), _dot(weights, pushed), rtol=1e-7, atol=1e-9)
     if order > 1:
         n = len(args)
         check_grad(
@@ -120,11 +127,13 @@ def _dot(a: tuple, b: tuple) -> torch.Tensor:
     return torch.stack([(x * y).sum() for x, y in zip(a, b, strict=True)]).sum()
 
 
-def _same(call: Call, found: Any, truth: Any, **tolerance: float) -> None:
+def _assert_same(call: TransformCall, found: Any, truth: Any, **tolerance: float) -> None:
     mine, spec = pytree.flatten(found)
     theirs, true_spec = pytree.flatten(truth)
     if spec != true_spec:
-        raise AssertionError(f"{call}: {pytree.text(spec)} instead of {pytree.text(true_spec)}")
+        raise AssertionError(
+            f"{call}: {pytree.format_tree(spec)} instead of {pytree.format_tree(true_spec)}"
+        )
     for i, (x, y) in enumerate(zip(mine, theirs, strict=True)):
         if isinstance(y, torch.Tensor):
             torch.testing.assert_close(

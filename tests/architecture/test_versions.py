@@ -45,6 +45,6 @@ def test_a_function_that_torch_no_longer_calls_is_an_error():
 
 
 def test_operators_that_a_release_lacks_are_left_out():
-    assert versions.existing(["mm.default", "mm.nowhere", "nothing_of_this_name.default"]) == (
+    assert versions.find_existing(["mm.default", "mm.nowhere", "nothing_of_this_name.default"]) == (
         torch.ops.aten.mm.default,
     )

@@ -184,7 +184,7 @@ def test_two_levels_against_two_loops(f):
 
 def total(f):
     def summed(x):
-        return sum((v * v).sum() for v in pytree.leaves(f(x)))
+        return sum((v * v).sum() for v in pytree.get_leaves(f(x)))
 
     return summed
 

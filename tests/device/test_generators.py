@@ -28,10 +28,10 @@ def states():
 @pytest.mark.parametrize("other", [D, f"{D}:1"])
 def test_states_are_of_all_devices(other):
     before = states()
-    kept = rng_state.states([])
+    kept = rng_state.save_states([])
     torch.rand(3, device=other)
     torch.rand(3)
-    rng_state.restore(kept)
+    rng_state.restore_states(kept)
     assert all(map(torch.equal, states(), before))
 
 

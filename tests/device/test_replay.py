@@ -10,7 +10,7 @@ import torch
 import forall
 from device import fakedev
 from forall import grad, vmap
-from forall._api.execution.auto_replay import calls_of
+from forall._api.execution.auto_replay import get_transform_calls
 
 D = fakedev.NAME
 # `print` has no part in what is seen to run, and cannot be watched where it has. The factor is read
@@ -51,7 +51,7 @@ def test_what_runs_in_the_backward_pass_is_seen(code, transform, device, monkeyp
     g, x = transform(code.f), torch.ones(2, 3, device=device)
     for _ in range(10):
         assert (g(x) == 6).all()
-    replays = calls_of(g).replays
+    replays = get_transform_calls(g).replays
     assert replays is not None
     assert replays.hits
     code.FACTOR[0] = 5.0

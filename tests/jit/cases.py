@@ -1908,7 +1908,7 @@ def transforms_around(jit):
             jacrev(f)(x[0]),
             jvp(f, (x[0],), (x[1],)),
         )
-        return [t.detach() for t in forall._compat.pytree.leaves(out)]
+        return [t.detach() for t in forall._compat.pytree.get_leaves(out)]
 
     return call
 

@@ -8,7 +8,7 @@ import torch
 import forall
 import jit.cases as home
 from forall import jit
-from forall._api.execution.auto_replay import replaying
+from forall._api.execution.auto_replay import replay_transform
 from forall._compat import compile_backends
 from forall._jit.backends import torch_compile
 
@@ -27,8 +27,8 @@ def on_copies(program, examples):
     """Compiled, as far as anybody can tell."""
 
     def run(*tensors):
-        copies = [torch_compile._copy(t) for t in tensors]
-        before = [torch_compile._copy(t) for t in tensors]
+        copies = [torch_compile._copy_with_layout(t) for t in tensors]
+        before = [torch_compile._copy_with_layout(t) for t in tensors]
         made = [y.clone() for y in program(*copies)]
         for t, copy, old in zip(tensors, copies, before, strict=True):
             if not torch.allclose(copy, old, 0, 0, equal_nan=True):
@@ -47,9 +47,9 @@ def stand_in(monkeypatch):
         asked.append([str(node.target) for node in program.graph.nodes])
         return on_copies(program, examples)
 
-    monkeypatch.setattr(compile_backends, "by_inductor", compiled)
-    monkeypatch.setattr(compile_backends, "no_inductor", lambda: None)
-    monkeypatch.setattr(torch_compile, "_FEWEST", 1)
+    monkeypatch.setattr(compile_backends, "compile_by_inductor", compiled)
+    monkeypatch.setattr(compile_backends, "find_inductor_obstacle", lambda: None)
+    monkeypatch.setattr(torch_compile, "_FEWEST_OPERATORS", 1)
     return asked
 
 
@@ -60,4 +60,4 @@ def recorded(request, monkeypatch):
         return jit
     monkeypatch.setattr(forall.config, "replay", True if request.param == "replayed" else "check")
     monkeypatch.setattr(forall.config, "patience", 0)
-    return lambda f: replaying(f)(operator.call)
+    return lambda f: replay_transform(f)(operator.call)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forall import PerformanceWarning, grad, jit, vmap
 from forall._compat import compile_backends
-from forall._compat.ambient_settings import precision_allowed
+from forall._compat.ambient_settings import get_allowed_precision
 from forall._jit.backends import python_source, torch_compile
 from forall._jit.tracing import tracer
 from jit.cases import AS_IT_IS, CASES
@@ -36,15 +36,15 @@ by_inductor = functools.partial(jit, backend="inductor")
 @pytest.fixture
 def compiler(monkeypatch):
     """The one that there is, and how often it was asked."""
-    if compile_backends.no_inductor() is not None:
+    if compile_backends.find_inductor_obstacle() is not None:
         pytest.skip("no C++ compiler")
-    asked, real = [], compile_backends.by_inductor
+    asked, real = [], compile_backends.compile_by_inductor
 
     def compiled(program, examples, *, writes):
         asked.append(program)
         return real(program, examples, writes=writes)
 
-    monkeypatch.setattr(compile_backends, "by_inductor", compiled)
+    monkeypatch.setattr(compile_backends, "compile_by_inductor", compiled)
     return asked
 
 
@@ -122,7 +122,7 @@ def test_results_that_a_compiler_has_as_one_are_taken_apart(stand_in, monkeypatc
 
         return run
 
-    monkeypatch.setattr(compile_backends, "by_inductor", one_for_both)
+    monkeypatch.setattr(compile_backends, "compile_by_inductor", one_for_both)
     g = by_inductor(lambda x: (x.sin(), x.sin().neg().neg()))
     g(X)
     y, z = g(X)
@@ -138,7 +138,7 @@ def test_what_a_compiler_cannot_do_python_does(stand_in, monkeypatch, fault):
             raise NotImplementedError("no such operator\nand a long story")
         return lambda *tensors: [y.t().contiguous().t() for y in program(*tensors)]
 
-    monkeypatch.setattr(compile_backends, "by_inductor", faulty)
+    monkeypatch.setattr(compile_backends, "compile_by_inductor", faulty)
     g = by_inductor(lambda x: x.sin().exp())
     g(X)
     why = "NotImplementedError: no such operator" if fault == "raises" else "lie otherwise"
@@ -276,7 +276,9 @@ def test_all_programs_are_compiled_in_one_thread_of_a_process(monkeypatch):
     monkeypatch.setattr(compile_fx, "compile_fx", noted)
     for process in (os.getpid(), os.getpid(), -1):  # the last is a forked one, without threads
         monkeypatch.setattr(os, "getpid", lambda process=process: process)
-        compile_backends.by_inductor(torch.fx.symbolic_trace(lambda x: x.sin()), [X], writes=True)
+        compile_backends.compile_by_inductor(
+            torch.fx.symbolic_trace(lambda x: x.sin()), [X], writes=True
+        )
     assert threads[0] is threads[1]
     assert threads[0].is_alive()
     assert threads[2] is not threads[0]
@@ -395,8 +397,10 @@ def made_up(monkeypatch):
         "graph": graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch_compile.Core, "_unfit", lambda core, tensors: None)
-    monkeypatch.setattr(compile_backends, "device_of", lambda tensors: torch.device("cpu"))
+    monkeypatch.setattr(
+        torch_compile.CompiledSubgraph, "_find_obstacle", lambda core, tensors: None
+    )
+    monkeypatch.setattr(compile_backends, "find_gpu", lambda tensors: torch.device("cpu"))
     return device
 
 
@@ -450,15 +454,15 @@ def test_a_graph_is_of_the_settings_that_its_kernels_were_chosen_by(made_up, mon
 
 @pytest.mark.filterwarnings("ignore:Please use the new API settings")
 def test_precision_is_among_the_settings_of_compiled_code():
-    before = precision_allowed()
+    before = get_allowed_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert precision_allowed() != before
+        assert get_allowed_precision() != before
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.fp32_precision = "none"
         torch.backends.mkldnn.matmul.fp32_precision = "none"
-    assert precision_allowed() == before
+    assert get_allowed_precision() == before
 
 
 def test_constants_are_waited_for_before_another_stream_reads_them(monkeypatch):

@@ -59,7 +59,7 @@ SHAPES = [(80, 64), (77, 64), (1, 5003), (3, 2000), (100, 7, 8), (4100,), (256, 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """So small that the tensors of a test have many of them."""
-    monkeypatch.setattr(tiling, "_BLOCK", 1024)
+    monkeypatch.setattr(tiling, "_BLOCK_ENTRIES", 1024)
     monkeypatch.setattr(tiling, "_LARGE", 1024)
     monkeypatch.setattr(tiling, "_WORTH", 1)
     threads = torch.get_num_threads()
@@ -72,13 +72,13 @@ def small_blocks(monkeypatch):
 def pieces(monkeypatch):
     """How many pieces were made."""
     made = []
-    there = tiling._piece
+    there = tiling._make_tiled_node
 
     def counted(*args):
         made.append(there(*args))
         return made[-1]
 
-    monkeypatch.setattr(tiling, "_piece", counted)
+    monkeypatch.setattr(tiling, "_make_tiled_node", counted)
     return made
 
 
@@ -195,7 +195,7 @@ def test_gradients_of_examples(pieces):
 
 @pytest.mark.parametrize("count", [1 << 20, (1 << 20) + 128])
 def test_by_two_threads(count, pieces, monkeypatch):
-    monkeypatch.setattr(tiling, "_BLOCK", 1 << 16)
+    monkeypatch.setattr(tiling, "_BLOCK_ENTRIES", 1 << 16)
     torch.set_num_threads(2)
     x, b = torch.randn(count), torch.randn(())
     run = jit(long)

@@ -308,9 +308,9 @@ def test_what_is_differentiated_in_ever_other_ways_is_recorded_no_more(monkeypat
     monkeypatch.setattr(forall.config, "patience", 0)
     x, f = leaf(3), vmap(lambda x: (x.sin(), x.cos()))
     recorded = []
-    make = differentiable_entry.Differentiated.__init__
+    make = differentiable_entry.DifferentiableEntry.__init__
     monkeypatch.setattr(
-        differentiable_entry.Differentiated,
+        differentiable_entry.DifferentiableEntry,
         "__init__",
         lambda self, *args: recorded.append(1) or make(self, *args),
     )
@@ -376,9 +376,11 @@ def test_a_backward_pass_that_records_itself(name, times, recorded):
 def test_a_history_that_nobody_follows_is_no_reason_to_call_the_function(monkeypatch):
     monkeypatch.setattr(forall.config, "replay", True)
     monkeypatch.setattr(forall.config, "patience", 0)
-    again, real = [], differentiable_entry.Call._made
+    again, real = [], differentiable_entry.RecordedCall._rerun_function
     monkeypatch.setattr(
-        differentiable_entry.Call, "_made", lambda self, *args: again.append(1) or real(self, *args)
+        differentiable_entry.RecordedCall,
+        "_rerun_function",
+        lambda self, *args: again.append(1) or real(self, *args),
     )
     f = vmap(lambda x: (x * W).sin() * x)
     x = leaf(2, 3)

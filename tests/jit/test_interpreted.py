@@ -19,13 +19,13 @@ X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 @pytest.fixture(autouse=True)
 def lines(monkeypatch):
     """Every program goes over at once. The lines that were written, None for what cannot be."""
-    written, real = [], torchscript._line
+    written, real = [], torchscript._build_line
 
     def noted(*args):
         written.append(real(*args))
         return written[-1]
 
-    monkeypatch.setattr(torchscript, "_line", noted)
+    monkeypatch.setattr(torchscript, "_build_line", noted)
     monkeypatch.setattr(torchscript, "LENGTH", 1)
     monkeypatch.setattr(torchscript, "CALLS", 0)
     return written
@@ -146,7 +146,7 @@ def test_an_interpreter_that_cannot_do_it_is_not_asked_again(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(torchscript, "_line", line)
+    monkeypatch.setattr(torchscript, "_build_line", line)
     g = jit(lambda x: x.sin().exp())
     for _ in range(6):
         assert g(X).equal(X.sin().exp())
@@ -158,7 +158,7 @@ def test_without_an_interpreter_python_runs_all(monkeypatch):
         def __init__(self):
             raise AttributeError("torch._C has no Graph")
 
-    monkeypatch.setattr(torchscript, "Line", Gone)
+    monkeypatch.setattr(torchscript, "ScriptBuilder", Gone)
     g = jit(lambda x: x.sin().exp())
     for _ in range(4):
         assert g(X).equal(X.sin().exp())

@@ -28,7 +28,7 @@ from torch import Tensor
 import forall
 from draws import make_generator
 from forall import PerformanceWarning, grad, jacfwd, jit, jvp, vmap
-from forall._api.execution.auto_replay import Calls, calls_of, replaying
+from forall._api.execution.auto_replay import Calls, get_transform_calls, replay_transform
 from forall._compat import pytree
 from limits import programs as instructions
 from limits.programs import NOT_FORWARD, SHAPES, D, Machine, Program
@@ -289,7 +289,7 @@ class Side:
         x, v = arguments(self.program, kind, own, i)
         torch.default_generator.manual_seed(i)  # that of all devices keeps each call
         with mode(kind.mode):
-            found = pytree.leaves(self.f(x, v, 1 + kind.size % 3))
+            found = pytree.get_leaves(self.f(x, v, 1 + kind.size % 3))
         seen = [x, v, *own]
         left = [*found, *seen, self.captured.home.sums]
         told = [t.detach().clone() for t in left]
@@ -362,8 +362,8 @@ def compiled(f: Callable) -> tuple[Callable, Callable[[], int]]:
 
 def replayed(f: Callable) -> tuple[Callable, Callable[[], int]]:
     """A function of which nobody has said that it is pure, recorded as soon as it can be."""
-    g = replaying(f)(operator.call)
-    calls = calls_of(g)
+    g = replay_transform(f)(operator.call)
+    calls = get_transform_calls(g)
     vars(g)["__forall_told__"]()  # which looks at it
 
     def called(*args: Any) -> Any:
@@ -379,8 +379,8 @@ def anew(make: Callable[[], Callable]) -> tuple[Callable, Callable[[], int]]:
 
     def called(*args: Any) -> Any:
         with replay(on=True):
-            g = replaying(make())(operator.call)
-            calls = calls_of(g)
+            g = replay_transform(make())(operator.call)
+            calls = get_transform_calls(g)
             vars(g)["__forall_told__"]()  # which looks at it
             seen[id(calls)] = calls
             return g(*args)

@@ -8,7 +8,7 @@ import torch
 
 import forall
 from forall import vmap
-from forall._jit.cache.differentiable_entry import Differentiated
+from forall._jit.cache.differentiable_entry import DifferentiableEntry
 
 D = torch.float64
 W = torch.linspace(1, 2, 12, dtype=D).reshape(3, 4).requires_grad_()
@@ -18,9 +18,9 @@ X = torch.linspace(0.1, 1, 12, dtype=D).reshape(3, 4)
 @pytest.fixture
 def replayed(monkeypatch):
     """Calls that were replayed as a node of the graph."""
-    calls, real = [], Differentiated.__call__
+    calls, real = [], DifferentiableEntry.__call__
     monkeypatch.setattr(
-        Differentiated, "__call__", lambda self, given: calls.append(1) or real(self, given)
+        DifferentiableEntry, "__call__", lambda self, given: calls.append(1) or real(self, given)
     )
     return calls
 
@@ -63,14 +63,14 @@ FUNCTIONS = {
 def of(h, x):
     """Values, whether they require grad, and the slope of all that do, once and twice."""
     x = x.clone().requires_grad_()
-    found = forall._compat.pytree.leaves(h(x))
+    found = forall._compat.pytree.get_leaves(h(x))
     ends = [y for y in found if y.requires_grad]
     loss = sum((y.square() * y.exp()).sum() * (i + 1) for i, y in enumerate(ends))
     slopes = torch.autograd.grad(loss, (x, W), create_graph=True, allow_unused=True)
     twice = sum(g.square().sum() for g in slopes if g is not None)
     again = torch.autograd.grad(twice, (x, W), allow_unused=True)
     values = [y.detach() for y in found]
-    found = forall._compat.pytree.leaves(h(x))
+    found = forall._compat.pytree.get_leaves(h(x))
     loss = sum((y.cos() * y).sum() * (i + 1) for i, y in enumerate(found) if y.requires_grad)
     once = torch.autograd.grad(loss, (x, W), allow_unused=True)
     return values, len(ends), [*slopes, *again, *once]
@@ -97,7 +97,7 @@ def test_each_lies_where_it_lay(name, recorded):
 
     def told(h):
         x = X.clone().requires_grad_()
-        found = [x, W, *forall._compat.pytree.leaves(h(x))]
+        found = [x, W, *forall._compat.pytree.get_leaves(h(x))]
         places = [y.untyped_storage().data_ptr() for y in found]
         return (
             [[a is b for b in found] for a in found],
@@ -203,7 +203,7 @@ def test_what_is_no_view_alone(name, recorded):
     def use(h, x):
         x = x[:, :2].clone().requires_grad_()
         found = h(x)
-        ends = [y for y in forall._compat.pytree.leaves(found) if y.requires_grad and y.grad_fn]
+        ends = [y for y in forall._compat.pytree.get_leaves(found) if y.requires_grad and y.grad_fn]
         loss = sum(y.square().sum() * (i + 1) for i, y in enumerate(ends))
         return [y.detach() for y in ends], torch.autograd.grad(loss, x)[0]
 

@@ -277,7 +277,9 @@ def test_one_graph_with_gradients(f):
     check(f, X)
 
 
-@pytest.mark.skipif(versions.release() < (2, 12), reason="Dynamo knows no requires_grad_() there")
+@pytest.mark.skipif(
+    versions.get_release() < (2, 12), reason="Dynamo knows no requires_grad_() there"
+)
 def test_autograd_inside():
     def f(a):
         a = a.detach().requires_grad_()

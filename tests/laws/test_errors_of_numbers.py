@@ -132,7 +132,7 @@ def is_same(a, b):
         return a is b
     return pytree.flatten(a)[1] == pytree.flatten(b)[1] and all(
         x.dtype == y.dtype and torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
-        for x, y in zip(pytree.leaves(a), pytree.leaves(b), strict=True)
+        for x, y in zip(pytree.get_leaves(a), pytree.get_leaves(b), strict=True)
     )
 
 
@@ -206,7 +206,7 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        leaves = pytree.leaves((args, kwargs))
+        leaves = pytree.get_leaves((args, kwargs))
         key = func, tuple(x.dtype for x in leaves if isinstance(x, torch.Tensor))
         known = self.found.setdefault(key, [])
         if len(known) < 3:
@@ -305,7 +305,10 @@ def wrong_in(op, **how):
             tensors = [x for x in given if _is_tensor(x)]
             args, kwargs = pytree.unflatten(given, spec)
             told = may_raise(
-                func, args, kwargs, lambda a: [x.dtype for x in pytree.leaves(a) if _is_tensor(x)]
+                func,
+                args,
+                kwargs,
+                lambda a: [x.dtype for x in pytree.get_leaves(a) if _is_tensor(x)],
             )
             found = outcome(recorded, *tensors)
             if not told and not torch._C._dispatch_has_kernel_for_dispatch_key(

@@ -273,9 +273,9 @@ def test_gradients_of_what_all_share(in_dims, worth, monkeypatch):
 def test_a_shared_weights_gradient_is_added_up_before_it_is_made(offs, monkeypatch):
     monkeypatch.setattr(sources, "WORTH", 1)
     sums = []
-    add_up = sources.products_in_groups
+    add_up = sources.sum_grouped_products
     monkeypatch.setattr(
-        sources, "products_in_groups", lambda *args: sums.append(1) or add_up(*args)
+        sources, "sum_grouped_products", lambda *args: sums.append(1) or add_up(*args)
     )
     x, w = X[:, :, :4].contiguous(), W[0, :, :4].contiguous()  # smaller than the weight
     in_dims = (0, None, 0 if offs.dim() == 2 else None)

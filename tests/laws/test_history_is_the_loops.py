@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import forall
 from forall import grad, grad_and_value, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
-from forall._compat.autograd_graph import nodes
+from forall._compat.autograd_graph import iterate_nodes
 from oracle import difference
 
 D = torch.float64
@@ -184,7 +184,7 @@ def reached(t: torch.Tensor) -> set[int]:
     """The leaves that a tensor's graph leads to."""
     if t.requires_grad and t.grad_fn is None:
         return {id(t)}
-    return {id(n.variable) for n in nodes([t]) if type(n).__name__ == "AccumulateGrad"}
+    return {id(n.variable) for n in iterate_nodes([t]) if type(n).__name__ == "AccumulateGrad"}
 
 
 def arguments(kinds: tuple[str, ...]) -> tuple:

@@ -164,10 +164,10 @@ def test_an_interrupt_while_names_are_replaced_leaves_all_as_it_was(library):
                 raise KeyboardInterrupt
             super().__setitem__(name, value)
 
-    own = room._namespaces
+    own = room._iterate_namespaces
     with pytest.MonkeyPatch.context() as patch:
         names = Interrupting(vmap=TORCHS["vmap"])
-        patch.setattr(room, "_namespaces", lambda: [*own(), ("last", names)])
+        patch.setattr(room, "_iterate_namespaces", lambda: [*own(), ("last", names)])
         with pytest.raises(KeyboardInterrupt), forall.installed():
             raise AssertionError("the block must not begin")
     assert module.vmap is TORCHS["vmap"]

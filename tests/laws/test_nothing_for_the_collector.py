@@ -11,7 +11,7 @@ from torch import nn
 
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from forall._jit.tracing.coverage import Ran
+from forall._jit.tracing.coverage import ObservedCoverage
 
 D = torch.float64
 X = torch.linspace(0.1, 1, 12, dtype=D).reshape(3, 4)
@@ -174,7 +174,7 @@ def test_norms():
 
 def test_calls_that_are_watched():
     def call():
-        with Ran().watching():
+        with ObservedCoverage().observe_calls():
             vmap(grad(lambda x: plain(x).sum()))(X)
 
     assert left_by(call) == []

@@ -260,14 +260,14 @@ MADE = {"decayed", "steps"}
 def made(monkeypatch):
     """How often a product has been made after all."""
     found = []
-    make = ghost_norm.Whole.value
+    make = ghost_norm.TermSum.value
 
     def noted(whole):
         if whole.terms:
             found.append(whole.terms)
         return make(whole)
 
-    monkeypatch.setattr(ghost_norm.Whole, "value", noted)
+    monkeypatch.setattr(ghost_norm.TermSum, "value", noted)
     return found
 
 

@@ -357,7 +357,7 @@ def test_dropout_that_cudnn_has_drawn_has_no_second_derivative():
 
 def test_weights_that_have_no_memory_are_not_moved():
     moved, layer = [], nn.LSTM(I, H)
-    flatten = wrapper_tensor._for_memory(moved.append)
+    flatten = wrapper_tensor._skip_wrapped_weights(moved.append)
     flatten(layer)
     assert moved == [layer]
 

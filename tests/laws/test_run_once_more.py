@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forall
 from forall import grad, jacfwd, jit, jvp, vmap
-from forall._api.execution.auto_replay import replaying
+from forall._api.execution.auto_replay import replay_transform
 
 D = torch.float64
 X = torch.linspace(0.1, 1, 3, dtype=D)
@@ -28,7 +28,7 @@ FUNCTIONS = {
 WAYS = {
     "checkpoint": lambda f: lambda x, w: checkpoint(f, x, w, use_reentrant=False),
     "jit": jit,
-    "replayed": lambda f: replaying(f)(operator.call),
+    "replayed": lambda f: replay_transform(f)(operator.call),
 }
 
 
@@ -94,11 +94,11 @@ def test_what_a_checkpoint_keeps_it_says():
 
 def test_zeros_without_memory_are_zeros_there_too():
     """Such zeros pass by their own kernel while many cotangents are pulled back: a crash here."""
-    from forall._compat.lazy_bits import lazy_zeros_pass
-    from forall._core.recompute import where_it_first_ran
+    from forall._compat.lazy_bits import pass_lazy_zeros
+    from forall._core.recompute import bind_original_context
 
     zeros = torch._efficientzerotensor(3, dtype=D)
-    again = where_it_first_ran(lambda: zeros * X + X)
-    with lazy_zeros_pass():
+    again = bind_original_context(lambda: zeros * X + X)
+    with pass_lazy_zeros():
         found = again()
     assert found.equal(X)

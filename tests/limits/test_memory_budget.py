@@ -22,7 +22,7 @@ from forall import (
     per_example_grad_norm,
     vmap,
 )
-from forall._api.memory_budget import Budget
+from forall._api.memory_budget import MemoryBudgetMode
 
 D = torch.float64
 XS = torch.linspace(-1, 1, 300, dtype=D).reshape(100, 3)
@@ -126,12 +126,12 @@ def test_parts_of_a_hessian_that_do_not_fit(verb, shape, bar):
 
 @pytest.mark.parametrize("verb", [laplacian, hessian_diag])
 def test_columns_that_are_done_are_dropped(verb):
-    class Most(Budget):
+    class Most(MemoryBudgetMode):
         most = 0
 
-        def _look(self):
+        def _check_limit(self):
             with contextlib.suppress(MemoryError):
-                super()._look()
+                super()._check_limit()
             self.most = max(self.most, self._bytes)
 
     x = XS.flatten()[:100]

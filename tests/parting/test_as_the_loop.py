@@ -37,9 +37,9 @@ from forall import (
     vmap,
 )
 from forall._api.execution import loop_or_batch, python_loop
-from forall._api.execution.auto_replay import calls_of
-from forall._api.execution.side_effect_free import bindings_of
-from forall._core.divergence import Late
+from forall._api.execution.auto_replay import get_transform_calls
+from forall._api.execution.side_effect_free import find_pure_bindings
+from forall._core.divergence import TimeExceeded
 from forall._core.levels import stack
 
 XS = torch.tensor([0.5, -1.25, 3.0, 2.0, -0.75])
@@ -123,7 +123,7 @@ NAMES = [f.__name__ for f, _ in CASES]
 
 @pytest.mark.parametrize(("f", "xs"), CASES, ids=NAMES)
 def test_each_call_is_the_loops(f, xs):
-    assert bindings_of(f) is not None
+    assert find_pure_bindings(f) is not None
     mapped = vmap(f)
     for size in (5, 5, 5, 1, 2, 5):
         torch.testing.assert_close(mapped(xs[:size]), by_loop(f, xs[:size]))
@@ -431,7 +431,7 @@ def out(x):
     ids=lambda f: getattr(f, "__name__", "module"),
 )
 def test_what_may_do_more_is_not_said_to_compute_only(f):
-    assert bindings_of(f) is None
+    assert find_pure_bindings(f) is None
 
 
 # --- which way is taken ---------------------------------------------------------------------------
@@ -445,9 +445,9 @@ def ways(times, looped, together, calls):
         is_loop = times.loops()
         taken.append("loop" if is_loop else "together")
         seconds = looped if is_loop else together
-        times.took(seconds, together=not is_loop)
+        times.note_seconds(seconds, together=not is_loop)
         if is_loop != goes_on:
-            times.was_tried(seconds)
+            times.note_try(seconds)
     return taken
 
 
@@ -456,7 +456,7 @@ def test_the_faster_way_stays_and_the_slower_one_is_tried_ever_more_seldom():
         (0.01, 0.1, "loop", "together"),
         (0.1, 0.01, "together", "loop"),
     ):
-        taken = ways(loop_or_batch.Times(), looped, together, 1000)
+        taken = ways(loop_or_batch.CallTimes(), looped, together, 1000)
         assert taken[0] == "loop"
         assert "together" in taken[:4]
         seconds = {"loop": looped, "together": together}
@@ -466,7 +466,7 @@ def test_the_faster_way_stays_and_the_slower_one_is_tried_ever_more_seldom():
 
 
 def test_what_takes_no_time_is_not_tried_in_other_ways():
-    assert set(ways(loop_or_batch.Times(), 1e-6, 1e-3, 900)) == {"loop"}
+    assert set(ways(loop_or_batch.CallTimes(), 1e-6, 1e-3, 900)) == {"loop"}
 
 
 def never_together(monkeypatch):
@@ -512,21 +512,21 @@ def test_a_loop_is_timed_when_the_calls_in_it_are_recorded(monkeypatch):
         torch.testing.assert_close(mapped(XS), wanted)
     (times,) = loop_or_batch._times[f.__code__].values()
     assert not times.warming
-    assert calls_of(derivative).hits >= len(XS)
+    assert get_transform_calls(derivative).hits >= len(XS)
 
 
 def test_a_loop_that_may_get_faster_is_tried_before_all_together():
-    times = loop_or_batch.Times(warming=8)
+    times = loop_or_batch.CallTimes(warming=8)
     assert not times.may_get_faster()
-    times.took(0.1)
+    times.note_seconds(0.1)
     assert times.may_get_faster()
-    times.took(0.05, together=True)
+    times.note_seconds(0.05, together=True)
     assert times.may_get_faster()
     times.together = 0.01
     assert not times.may_get_faster()
     times.spent = loop_or_batch._LOOPS_TO_WARM * 0.1  # by now it is little to try
     assert times.may_get_faster()
-    times.warmed(is_over=True)
+    times.note_warming(is_over=True)
     assert not times.may_get_faster()
 
 
@@ -603,8 +603,8 @@ def test_a_function_that_is_dropped_goes_at_once():
 
 def test_what_cannot_be_the_loop_is_not(monkeypatch):
     ran = []
-    run = python_loop.run
-    monkeypatch.setattr(python_loop, "run", lambda *args: ran.append(args) or run(*args))
+    run = python_loop.run_loop
+    monkeypatch.setattr(python_loop, "run_loop", lambda *args: ran.append(args) or run(*args))
     monkeypatch.setattr(config, "parting", "loop")
     monkeypatch.setattr(config, "replay", False)
     kept = []
@@ -651,7 +651,7 @@ def test_explain_tells_which_way_is_taken(monkeypatch):
     ids=["vmap", "grad", "three", "jacfwd", "calls", "nested", "jvp"],
 )
 def test_transforms_of_what_only_computes_only_compute(f):
-    assert bindings_of(f) is not None
+    assert find_pure_bindings(f) is not None
 
 
 @pytest.mark.parametrize("word", [grad, jacfwd, jacrev, hessian], ids=lambda f: f.__name__)
@@ -691,8 +691,10 @@ def asks(x):
 def test_questions_that_all_answer_alike_count_too(monkeypatch):
     """Python's questions cost, whether examples part or not."""
     looped = []
-    original = python_loop.run_each
-    monkeypatch.setattr(python_loop, "run_each", lambda *args: looped.append(1) or original(*args))
+    original = python_loop.run_each_example
+    monkeypatch.setattr(
+        python_loop, "run_each_example", lambda *args: looped.append(1) or original(*args)
+    )
     mapped = vmap(asks)
     for _ in range(5):
         torch.testing.assert_close(mapped(XS), XS * 2)
@@ -700,7 +702,9 @@ def test_questions_that_all_answer_alike_count_too(monkeypatch):
 
 
 def test_what_asks_nothing_runs_at_once(monkeypatch):
-    monkeypatch.setattr(python_loop, "run_each", lambda *args: pytest.fail("run as the loop"))
+    monkeypatch.setattr(
+        python_loop, "run_each_example", lambda *args: pytest.fail("run as the loop")
+    )
     mapped = vmap(lambda x: x * 2)
     for _ in range(5):
         torch.testing.assert_close(mapped(XS), XS * 2)
@@ -958,12 +962,12 @@ def test_what_records_calls_leaves_those_alone_that_are_faster_as_the_loop(monke
 
 
 def test_replay_gives_way_to_a_loop_that_is_faster():
-    times = loop_or_batch.Times()
-    times.took(1e-6)
+    times = loop_or_batch.CallTimes()
+    times.note_seconds(1e-6)
     assert not times.is_slow_to_replay()
-    times.was_replayed(1e-3)
+    times.note_replay(1e-3)
     assert times.is_slow_to_replay()
-    times.was_replayed(1e-7)
+    times.note_replay(1e-7)
     assert not times.is_slow_to_replay()
 
 
@@ -985,7 +989,7 @@ KEPT_HEAP = [1.0, 2.0]
 
 @pytest.mark.parametrize("f", [of_pythons_library], ids=lambda f: f.__name__)
 def test_pythons_own_library_only_computes(f):
-    assert bindings_of(f) is not None
+    assert find_pure_bindings(f) is not None
     for _ in range(3):
         torch.testing.assert_close(vmap(f)(XS), by_loop(f, XS))
 
@@ -1002,13 +1006,13 @@ def test_pythons_own_library_only_computes(f):
     ids=["heap", "insort", "random", "time", "other"],
 )
 def test_what_of_pythons_library_does_more_is_told_apart(f):
-    assert bindings_of(f) is None
+    assert find_pure_bindings(f) is None
 
 
 def test_a_function_of_the_library_that_was_replaced_is_not_trusted(monkeypatch):
     kept = []
     monkeypatch.setattr(heapq, "nlargest", lambda n, values: kept.append(n) or sorted(values)[-n:])
-    assert bindings_of(lambda x: torch.tensor(heapq.nlargest(2, x.tolist()))) is None
+    assert find_pure_bindings(lambda x: torch.tensor(heapq.nlargest(2, x.tolist()))) is None
 
 
 torch.manual_seed(0)
@@ -1027,7 +1031,7 @@ def by_attribute(row):
 
 
 def test_layers_that_do_not_train_only_compute():
-    assert bindings_of(by_layers) is not None
+    assert find_pure_bindings(by_layers) is not None
     for _ in range(3):
         torch.testing.assert_close(vmap(by_layers)(ROWS), by_loop(by_layers, ROWS))
 
@@ -1071,20 +1075,20 @@ def has_another_layer():
 def test_layers_that_come_to_do_more_are_seen(change, monkeypatch):
     net = copy.deepcopy(NET)
     monkeypatch.setitem(by_layers.__globals__, "NET", net)
-    bindings = bindings_of(by_layers)
+    bindings = find_pure_bindings(by_layers)
     assert bindings.hold(by_layers)
     change()
     if change is not grows:
-        assert bindings_of(by_layers) is None
+        assert find_pure_bindings(by_layers) is None
     assert not bindings.hold(by_layers)
 
 
 def test_hooks_of_all_modules_are_seen():
-    bindings = bindings_of(by_layers)
+    bindings = find_pure_bindings(by_layers)
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         assert not bindings.hold(by_layers)
-        assert bindings_of(by_layers) is None
+        assert find_pure_bindings(by_layers) is None
     finally:
         handle.remove()
     assert bindings.hold(by_layers)
@@ -1110,7 +1114,7 @@ class Own(torch.nn.Linear):
     ids=lambda m: type(m).__name__,
 )
 def test_layers_that_do_more_are_told_apart(module):
-    assert bindings_of(lambda x: module(x)) is None
+    assert find_pure_bindings(lambda x: module(x)) is None
 
 
 def _ask_the_time():
@@ -1119,16 +1123,16 @@ def _ask_the_time():
 
 
 def test_of_two_deadlines_each_is_kept():
-    with loop_or_batch._until(inf):
+    with loop_or_batch._TimeLimit(inf):
         assert stack.late is None
-        with pytest.raises(Late), loop_or_batch._until(-1):
-            with loop_or_batch._until(1000):
+        with pytest.raises(TimeExceeded), loop_or_batch._TimeLimit(-1):
+            with loop_or_batch._TimeLimit(1000):
                 _ask_the_time()
-        with loop_or_batch._until(1000):
+        with loop_or_batch._TimeLimit(1000):
             outer = stack.late
-            with loop_or_batch._until(inf):
+            with loop_or_batch._TimeLimit(inf):
                 assert stack.late == outer
-            with pytest.raises(Late), loop_or_batch._until(-1):
+            with pytest.raises(TimeExceeded), loop_or_batch._TimeLimit(-1):
                 _ask_the_time()
             assert stack.late == outer
             _ask_the_time()

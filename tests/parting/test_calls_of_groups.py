@@ -11,7 +11,7 @@ import forall
 from by_groups import only_groups
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from forall._compat.devices import function_modes
+from forall._compat.devices import count_function_modes
 from forall._core.levels import top
 from oracle import difference, stack_trees
 from parting.cases import D
@@ -53,7 +53,7 @@ def nothing_is_left():
     """No level and no mode of ours is active any more."""
     assert top() is None
     assert type(torch.ones(2, requires_grad=True) * 2) is torch.Tensor
-    assert function_modes() == 0
+    assert count_function_modes() == 0
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
 
 

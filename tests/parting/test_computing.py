@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forall import config, explain, grad, vmap
-from forall._ast_rewrite import template
+from forall._ast_rewrite import find_template
 from forall._compat.tensor_subclass import posing
 from forall._divergence import predicated_if, pure_call
 from forall._vmap.fast_path import api_calls
@@ -98,7 +98,7 @@ def test_what_turns_out_to_need_wrappers_is_left_some_times_only():
         return x
 
     assert difference(vmap(f)(X), loop(f)(X)) is None
-    assert template(viewed).tries == 0
+    assert find_template(viewed).tries == 0
 
 
 def test_a_draw_is_made_once():

@@ -25,13 +25,13 @@ def together(monkeypatch):
 @pytest.fixture
 def copied(monkeypatch):
     """The sizes of the indices that were copied, in order."""
-    found, original = [], devices._copied
+    found, original = [], devices._copy_async
 
     def noted(index, device):
         found.append((len(index), str(device)))
         return original(index, device)
 
-    monkeypatch.setattr(devices, "_copied", noted)
+    monkeypatch.setattr(devices, "_copy_async", noted)
     return found
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_copied_for_tensors_of_the_cpu(copied):
 
 def test_an_index_is_copied_once_for_each_device():
     index = torch.arange(3)
-    assert devices.on_device(index, index.device) is index
-    there = devices.on_device(index, torch.device("meta"))
+    assert devices.copy_index_to(index, index.device) is index
+    there = devices.copy_index_to(index, torch.device("meta"))
     assert there.device.type == "meta"
-    assert devices.on_device(index, torch.device("meta")) is there
+    assert devices.copy_index_to(index, torch.device("meta")) is there

@@ -63,7 +63,7 @@ FUNCTIONS = {
 def again(monkeypatch):
     """How often anything was run in groups."""
     times = []
-    in_groups, rerun = strategy.in_groups, words.apart
+    in_groups, rerun = strategy.run_in_groups, words.apart
 
     def counted(call, groups):
         times.append("call")
@@ -72,7 +72,7 @@ def again(monkeypatch):
     def joined(call, join):
         return rerun(call, lambda parts: times.append("part") or join(parts))
 
-    monkeypatch.setattr(strategy, "in_groups", counted)
+    monkeypatch.setattr(strategy, "run_in_groups", counted)
     monkeypatch.setattr(words, "apart", joined)
     return times
 

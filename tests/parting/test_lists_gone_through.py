@@ -86,7 +86,7 @@ def ends(f):
 def test_is_the_loops(through, before, is_scalar, monkeypatch):
     monkeypatch.setattr(config, "parting", "together")
     if not is_scalar:
-        monkeypatch.setattr(scalar_calls, "_may_run", lambda: False)
+        monkeypatch.setattr(scalar_calls, "_may_diverge", lambda: False)
     for change, where in itertools.product(CHANGES, WHERE):
         parts = {"through": through, "before": BEFORE[before], "change": change, "where": where}
         text = PROGRAM.format(**parts)

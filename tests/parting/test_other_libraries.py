@@ -46,12 +46,12 @@ def solve(tmp_path, monkeypatch):
     (tmp_path / "installed_solver" / "__init__.py").write_text(SOLVER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "installed_solver", raising=False)  # it is written anew
-    monkeypatch.setattr(user_code, "_installed", lambda: (str(tmp_path),))
-    user_code._whose.cache_clear()
+    monkeypatch.setattr(user_code, "_find_site_folders", lambda: (str(tmp_path),))
+    user_code._find_owner.cache_clear()
     found = importlib.import_module("installed_solver").solve
-    assert user_code.whose(found.__code__) is user_code.OTHERS
+    assert user_code.find_owner(found.__code__) is user_code.OTHERS
     yield found
-    user_code._whose.cache_clear()
+    user_code._find_owner.cache_clear()
 
 
 def by_loop(f, *stacks):
@@ -103,5 +103,5 @@ def test_an_error_in_it_is_the_loops(solve):
 
 @pytest.mark.parametrize("package", ["forall", "torch", "numpy"])
 def test_what_is_never_converted_wherever_it_is_installed(package):
-    for home in user_code._installed():
-        assert user_code._whose(f"{home}/{package}/inside.py", "f") is user_code.NEVER
+    for home in user_code._find_site_folders():
+        assert user_code._find_owner(f"{home}/{package}/inside.py", "f") is user_code.NEVER

@@ -58,11 +58,11 @@ def gradients(f: Callable, seed: int, *, mapped: bool) -> Any:
 def obstacles() -> Iterator[list[strategy.Obstacle]]:
     """Why calls in the body were not run converted, which is not warned of."""
     found: list[strategy.Obstacle] = []
-    before, strategy.warn = strategy.warn, lambda _call, why: found.append(why)
+    before, strategy.warn_of_groups = strategy.warn_of_groups, lambda _call, why: found.append(why)
     try:
         yield found
     finally:
-        strategy.warn = before
+        strategy.warn_of_groups = before
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -193,7 +193,7 @@ def main() -> int:
     failed, start = 0, time.perf_counter()
     for seed in range(options.seed, options.seed + options.programs):
         text = source(seed, Numbers if options.numbers else Writer)
-        if options.show:
+        if options.restrict_objects:
             print(f"# program {seed}\n{text}")
         f = compiled(text, f"program {seed}")
         if not options.numbers and not stable(f, seed):

@@ -29,7 +29,7 @@ def ran(monkeypatch):
     names = []
 
     def run(function, *args):
-        found = scalar_calls.run(function, *args)
+        found = scalar_calls.run_scalar_code(function, *args)
         if found is not None:
             names.append(function.__name__)
         return found

@@ -4,8 +4,8 @@ import pytest
 
 import forall
 from forall._api.execution import fresh_closures
-from forall._api.execution.auto_replay import _stood_in
-from forall._jit.auto.policy import Replays
+from forall._api.execution.auto_replay import _call_template
+from forall._jit.auto.policy import AutoReplayCache
 from jit.conftest import recorded  # noqa: F401 - pytest finds it here
 
 
@@ -20,14 +20,14 @@ def at_once(monkeypatch):
 @pytest.fixture
 def hits(monkeypatch):
     """The names of the functions, or the classes of the modules, of which a call was replayed."""
-    found, original = [], Replays.again
+    found, original = [], AutoReplayCache.replay_entry
 
     def noted(self, *args):
-        func = self.eager.args[0] if self.eager.func is _stood_in else self.eager.func
+        func = self.eager.args[0] if self.eager.func is _call_template else self.eager.func
         found.append(getattr(func, "__name__", type(func).__name__))
         return original(self, *args)
 
-    monkeypatch.setattr(Replays, "again", noted)
+    monkeypatch.setattr(AutoReplayCache, "replay_entry", noted)
     return found
 
 

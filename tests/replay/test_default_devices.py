@@ -11,7 +11,11 @@ import torch
 
 import forall
 from forall import grad, hessian, jacfwd, jit, jvp, vmap
-from forall._compat.devices import default_device, function_modes, under_default_device
+from forall._compat.devices import (
+    count_function_modes,
+    find_default_device,
+    override_default_device,
+)
 from forall.random import key, normal
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -21,7 +25,7 @@ X = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -3.0]])
 
 @contextmanager
 def set_as_default(device):
-    before = default_device()
+    before = find_default_device()
     torch.set_default_device(device)
     try:
         yield
@@ -162,7 +166,7 @@ def test_a_function_that_sets_the_default_device_for_good_is_not_replayed():
     try:
         for n in range(6):
             assert call(X).equal(X * 2)
-            assert default_device() == (META if n % 2 == 0 else CPU)
+            assert find_default_device() == (META if n % 2 == 0 else CPU)
     finally:
         torch.set_default_device(None)
 
@@ -241,16 +245,16 @@ def test_backward_passes_of_recorded_calls_do_not_mind_the_default_device():
 
 
 def test_the_default_device_is_no_mode_that_anyone_asks_for():
-    assert (function_modes(), default_device()) == (0, None)
+    assert (count_function_modes(), find_default_device()) == (0, None)
     with torch.device("meta"):
-        assert (function_modes(), default_device()) == (0, META)
-        with under_default_device(None):
-            assert (function_modes(), default_device()) == (0, None)
+        assert (count_function_modes(), find_default_device()) == (0, META)
+        with override_default_device(None):
+            assert (count_function_modes(), find_default_device()) == (0, None)
             assert torch.ones(1).device == CPU
-        with torch.overrides.BaseTorchFunctionMode(), under_default_device(None):
-            assert (function_modes(), default_device()) == (1, None)
-        assert default_device() == META
-        with under_default_device(CPU):
+        with torch.overrides.BaseTorchFunctionMode(), override_default_device(None):
+            assert (count_function_modes(), find_default_device()) == (1, None)
+        assert find_default_device() == META
+        with override_default_device(CPU):
             assert torch.ones(1).device == CPU
         assert torch.ones(1).device == META
-    assert (function_modes(), default_device()) == (0, None)
+    assert (count_function_modes(), find_default_device()) == (0, None)

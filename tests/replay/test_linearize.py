@@ -34,7 +34,7 @@ def both(f, use, calls=6, at=lambda i: X[0] + i):
         forall.config.replay = on
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
         kinds = [
-            [t.requires_grad for t in forall._compat.pytree.leaves(r)] for r in (found, wanted)
+            [t.requires_grad for t in forall._compat.pytree.get_leaves(r)] for r in (found, wanted)
         ]
         assert kinds[0] == kinds[1]
 
@@ -96,7 +96,9 @@ def test_with_a_derivative_outside(name, hits):
         t = T.clone().requires_grad_()
         y, push = linearize(f, x * p)
         first, second = push(t), push(p * 2)
-        leaves = [z for z in forall._compat.pytree.leaves((y, first, second)) if z.requires_grad]
+        leaves = [
+            z for z in forall._compat.pytree.get_leaves((y, first, second)) if z.requires_grad
+        ]
         if not leaves:
             return y, first, second
         loss = sum((z.square() * (i + 1)).sum() for i, z in enumerate(leaves))

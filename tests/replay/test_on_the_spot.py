@@ -10,7 +10,7 @@ import torch
 
 import forall
 from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from forall._core.config import replay_of
+from forall._core.config import parse_replay
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
@@ -187,7 +187,7 @@ def test_what_changes_now_and_then_is_recorded_anew(hits):
 
 
 def test_a_word_for_replay_that_says_nothing():
-    assert [replay_of(word) for word in ("0", "1", "check")] == [False, True, "check"]
-    assert replay_of("") is True  # as `FORALL_REPLAY= python train.py` sets it
+    assert [parse_replay(word) for word in ("0", "1", "check")] == [False, True, "check"]
+    assert parse_replay("") is True  # as `FORALL_REPLAY= python train.py` sets it
     with pytest.raises(ValueError, match=r"FORALL_REPLAY='off' .*\n.*0, 1 or check"):
-        replay_of("off")
+        parse_replay("off")

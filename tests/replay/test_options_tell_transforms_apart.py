@@ -50,17 +50,17 @@ def transforms() -> dict:
 
 def key(name: str, monkeypatch: pytest.MonkeyPatch, **options) -> tuple:
     """What tells a transform with these options from others."""
-    keys, original = [], auto_replay._key_of
+    keys, original = [], auto_replay._make_transform_key
 
     def noted(how: tuple) -> tuple:
         keys.append(original(how))
         return keys[-1]
 
-    monkeypatch.setattr(auto_replay, "_key_of", noted)
+    monkeypatch.setattr(auto_replay, "_make_transform_key", noted)
     args = {"jvp": ((X,), (X,)), "linearize": (X,)}.get(name, ())
     transform = transforms()[name]
     transform((lambda x: (x, x)) if options.get("has_aux") else (lambda x: 2 * x), *args, **options)
-    monkeypatch.setattr(auto_replay, "_key_of", original)
+    monkeypatch.setattr(auto_replay, "_make_transform_key", original)
     assert keys[0] is not None
     return keys[0]
 
@@ -106,12 +106,12 @@ def test_each_transform_is_told_from_others(at_once, monkeypatch):
     ],
 )
 def test_values_that_are_equal_or_nearly_are_told_apart(one, other):
-    assert auto_replay._key_of((one,)) != auto_replay._key_of((other,))
+    assert auto_replay._make_transform_key((one,)) != auto_replay._make_transform_key((other,))
 
 
 @pytest.mark.parametrize("value", [0.0, torch.ones(1), type("Place", (int,), {})(0), [0.0]])
 def test_what_is_of_another_class_tells_nothing(value):
-    assert auto_replay._key_of(("grad", value)) is None
+    assert auto_replay._make_transform_key(("grad", value)) is None
 
 
 def dot(entries, y):
@@ -155,8 +155,10 @@ def test_dims_in_a_dict_that_changes_are_those_of_the_call(is_nested, at_once):
 
 def test_a_keyword_that_a_transform_is_told_tells_it_from_others(at_once):
     def transform(func, argnums=0, *, new=False):
-        how = auto_replay.told("transform", argnums=argnums, new=new)
-        return auto_replay.replaying(func, how)(lambda f, *args: f(*args) * (3 if new else 2))
+        how = auto_replay.collect_options("transform", argnums=argnums, new=new)
+        return auto_replay.replay_transform(func, how)(
+            lambda f, *args: f(*args) * (3 if new else 2)
+        )
 
     def f(x):
         return x.sin()

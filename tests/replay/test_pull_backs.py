@@ -5,7 +5,7 @@ import torch
 
 import forall
 from forall import grad, jacrev, jvp, vjp, vmap
-from forall._jit.cache.differentiable_entry import Differentiated
+from forall._jit.cache.differentiable_entry import DifferentiableEntry
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
@@ -17,13 +17,13 @@ C = torch.linspace(-1, 1, 3, dtype=D)
 @pytest.fixture
 def served(monkeypatch):
     """Whether each backward pass was the recorded one."""
-    told, real = [], Differentiated.serves_backward
+    told, real = [], DifferentiableEntry.serves_backward
 
     def noted(self, cotangents):
         told.append(real(self, cotangents))
         return told[-1]
 
-    monkeypatch.setattr(Differentiated, "serves_backward", noted)
+    monkeypatch.setattr(DifferentiableEntry, "serves_backward", noted)
     return told
 
 

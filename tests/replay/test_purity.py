@@ -26,8 +26,8 @@ from torch.nn import functional as F
 import forall
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, vmap
-from forall._api.execution.auto_replay import calls_of, replaying
-from forall._jit.auto.purity import doubt
+from forall._api.execution.auto_replay import get_transform_calls, replay_transform
+from forall._jit.auto.purity import find_impurity
 from forall._jit.guards.build import Guards
 from jit.cases import Cubed
 
@@ -266,18 +266,18 @@ clock, getter = time.perf_counter, getattr
 
 @pytest.mark.parametrize("name", CERTAIN)
 def test_is_certain(name):
-    assert doubt(Guards(CERTAIN[name])) is None
+    assert find_impurity(Guards(CERTAIN[name])) is None
 
 
 @pytest.mark.parametrize("name", UNCERTAIN)
 def test_is_in_doubt(name):
-    assert doubt(Guards(UNCERTAIN[name])) is not None
+    assert find_impurity(Guards(UNCERTAIN[name])) is not None
 
 
 @pytest.mark.parametrize("transform", [vmap, grad, jacrev, jacfwd, hessian])
 def test_the_doubt_goes_through_transforms(transform):
-    assert doubt(Guards(transform(CERTAIN["a chain"]))) is None
-    assert "time" in (doubt(Guards(transform(UNCERTAIN["time.time"]))) or "")
+    assert find_impurity(Guards(transform(CERTAIN["a chain"]))) is None
+    assert "time" in (find_impurity(Guards(transform(UNCERTAIN["time.time"]))) or "")
 
 
 def test_what_is_patched_is_seen(monkeypatch):
@@ -322,7 +322,7 @@ def test_an_error_is_the_functions_own(monkeypatch):
 
 
 def replays(f):
-    return calls_of(f).replays
+    return get_transform_calls(f).replays
 
 
 def test_a_function_that_is_called_seldom_is_not_recorded(monkeypatch):
@@ -342,7 +342,7 @@ def test_what_never_stays_the_same_is_given_up(monkeypatch):
         return x * state["n"]
 
     vars(times)["own"] = True  # it is not one of many that are made anew
-    f = replaying(times)(operator.call)
+    f = replay_transform(times)(operator.call)
 
     for i in range(60):
         state["n"] = i

@@ -16,8 +16,8 @@ import torch
 
 import forall
 from forall import vmap
-from forall._api.execution.auto_replay import calls_of
-from forall._jit.guards.attribute_names import asked_by_text
+from forall._api.execution.auto_replay import get_transform_calls
+from forall._jit.guards.attribute_names import find_text_lookups
 from oracle import same
 from replay import seen_code, seen_state
 
@@ -148,7 +148,7 @@ g, log, k = make()
     f, x = vmap(m.f), torch.ones(2)
     for _ in range(12):
         m.log.append(f(x))
-    assert calls_of(f).hits >= 6
+    assert get_transform_calls(f).hits >= 6
     m.k[0] = 3.0
     assert same(f(x), 3 * x)
 
@@ -177,7 +177,7 @@ def test_a_threads_own_attributes_are_those_of_the_thread_that_calls():
     f, x, found = vmap(m.f), torch.ones(2), []
     for _ in range(8):
         f(x)
-    assert calls_of(f).hits
+    assert get_transform_calls(f).hits
 
     def work():
         m.L.k = 3.0
@@ -246,4 +246,4 @@ ASKING = {
 @pytest.mark.parametrize("text", ASKING)
 def test_names_that_are_asked_for_in_a_text(text):
     code = eval(f"lambda x, y, f: {text}").__code__  # noqa: S307
-    assert asked_by_text(dis.get_instructions(code)) == ASKING[text]
+    assert find_text_lookups(dis.get_instructions(code)) == ASKING[text]

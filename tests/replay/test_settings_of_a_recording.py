@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import forall
 from forall import grad, jit, jvp, vmap
-from forall._compat.ambient_settings import SETTINGS, settings_now, under_settings
-from forall._jit.cache.eager_derivative import Call
+from forall._compat.ambient_settings import SETTINGS, apply_settings, read_settings
+from forall._jit.cache.eager_derivative import RecordedCall
 
 pytestmark = [
     pytest.mark.usefixtures("at_once"),
@@ -230,9 +230,9 @@ FEW += random.Random(0).sample(ALL, 32)
 )
 def test_derivative_after_the_block_is_that_of_a_call_as_it_is(under, call, asked):
     net = made(Net)
-    before = settings_now()
+    before = read_settings()
     check(net, [*net.parameters()], CALLS[call], ASKED[asked], UNDER[under])
-    assert settings_now() == before
+    assert read_settings() == before
 
 
 @pytest.mark.parametrize("asked", ["backward", "backward of a backward"])
@@ -257,21 +257,21 @@ def test_backward_pass_of_a_custom_function_is_cast_by_what_is_on_in_it(under, a
 
 
 def test_call_that_is_made_once_more_finds_each_setting_as_it_was(monkeypatch):
-    found, real = [], Call._made
+    found, real = [], RecordedCall._rerun_function
 
     def noted(self, *args):
-        with under_settings(self.recorded.settings):
-            found.append(settings_now())
+        with apply_settings(self.recorded.settings):
+            found.append(read_settings())
         return real(self, *args)
 
-    monkeypatch.setattr(Call, "_made", noted)
+    monkeypatch.setattr(RecordedCall, "_rerun_function", noted)
     net = made(Net)
     with several():
-        wanted = settings_now()
+        wanted = read_settings()
     check(net, [*net.parameters()], CALLS["jvp"], ASKED["backward of a backward"], several)
     assert found
     assert all(f == wanted for f in found)
-    assert settings_now() != wanted
+    assert read_settings() != wanted
 
 
 def other(kind, value):
@@ -289,34 +289,34 @@ def other(kind, value):
 
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.name)
 def test_setting_is_put_back_to_what_was_told_and_then_to_what_it_was(kind):
-    before = settings_now()
+    before = read_settings()
     told = before
     try:
         with kind.under(other(kind, kind.get())):
-            told = settings_now()
+            told = read_settings()
     except RuntimeError as error:
         assert "not supported by the CPU" in str(error)  # noqa: PT017 - of one kind of CPU
-    assert settings_now() == before
-    with under_settings(told):
-        assert settings_now() == told
-        with under_settings(before):
-            assert settings_now() == before
-        assert settings_now() == told
-    assert settings_now() == before
+    assert read_settings() == before
+    with apply_settings(told):
+        assert read_settings() == told
+        with apply_settings(before):
+            assert read_settings() == before
+        assert read_settings() == told
+    assert read_settings() == before
 
 
 @pytest.mark.parametrize("value", ["high", "medium"])
 def test_precision_is_put_back_whatever_it_was_set_by(value):
-    before = settings_now()
+    before = read_settings()
     with precision(value):
-        told = settings_now()
+        told = read_settings()
         torch._C._set_fp32_precision_setter("generic", "all", "tf32")
-        both = settings_now()
-        with under_settings(before):
-            assert settings_now() == before
-        assert settings_now() == both
+        both = read_settings()
+        with apply_settings(before):
+            assert read_settings() == before
+        assert read_settings() == both
         torch._C._set_fp32_precision_setter("generic", "all", "none")
     for values in (told, both, before):
-        with under_settings(values):
-            found = settings_now()
+        with apply_settings(values):
+            found = read_settings()
             assert found == values or values is both  # of which torch tells no older name

@@ -47,7 +47,7 @@ def test_what_an_object_of_a_trusted_class_holds_is_reached(kind):
             return x * asked.__args__ if hasattr(asked, "__args__") else asked
 
         guards = Guards(f)
-        assert guards.why is not None or id(box) in guards.identities(), made
+        assert guards.why is not None or id(box) in guards.collect_ids(), made
 
 
 def test_some_trusted_class_holds_things():

@@ -97,9 +97,9 @@ def test_a_change_of_what_is_reached_is_as_in_the_plain_call(name, way, seen, mo
 
 def test_a_write_to_an_attribute_is_seen_where_python_does_not_tell_of_it(monkeypatch):
     """As in Python 3.13, where what an object's `__dict__` holds may lie in the object."""
-    count = native_guards.writes_into
+    count = native_guards.get_dict_version
     monkeypatch.setattr(native_guards, "COUNTS_ATTRIBUTES", False)
-    monkeypatch.setattr(codegen, "writes_into", lambda d: count(d) if "__name__" in d else 0)
+    monkeypatch.setattr(codegen, "get_dict_version", lambda d: count(d) if "__name__" in d else 0)
     thing = SimpleNamespace(weight=2.0, table={"bias": 1.0})
     g = jit(lambda x: x * thing.weight + thing.table["bias"] + getattr(thing, "more", 0.0))
     for attribute, value in (("weight", 3.0), ("table", {"bias": 2.0}), ("more", 1.0)):

@@ -18,7 +18,7 @@ import torch
 
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
-from forall._api.execution.auto_replay import calls_of
+from forall._api.execution.auto_replay import get_transform_calls
 from forall._jit import search_budget
 from forall._jit.auto import policy
 from forall._jit.guards import build as guarding
@@ -99,7 +99,7 @@ _WAYS = {
 def counted(at_once, monkeypatch):
     """The attempts and looks are counted, from the first call on."""
     counts = {"attempts": 0, "looks": 0}
-    first, kind_of = policy.Replays._first, policy.kind_of
+    first, kind_of = policy.AutoReplayCache._try_recording, policy.make_call_key
 
     def attempted(self, *given):
         counts["attempts"] += 1
@@ -109,8 +109,8 @@ def counted(at_once, monkeypatch):
         counts["looks"] += 1
         return kind_of(*given)
 
-    monkeypatch.setattr(policy.Replays, "_first", attempted)
-    monkeypatch.setattr(policy, "kind_of", looked)
+    monkeypatch.setattr(policy.AutoReplayCache, "_try_recording", attempted)
+    monkeypatch.setattr(policy, "make_call_key", looked)
     return counts
 
 
@@ -133,7 +133,7 @@ def test_what_is_new_with_each_call_is_given_up(name, counted):
     _calls(g, make, range(800, 2600))
     assert counted["looks"] - before["looks"] <= 1800 // 5
     # What has slots and no weak references cannot be told from what lived where it lives.
-    most = search_budget.ALLOWED + 6 if name in ("objects with slots", "two classes") else 20
+    most = search_budget.FREE_ATTEMPTS + 6 if name in ("objects with slots", "two classes") else 20
     assert counted["attempts"] <= most
     _calls(g, make, range(2600, 3400))
     assert counted["attempts"] <= most
@@ -155,7 +155,7 @@ def test_functions_made_anew_of_what_is_new_are_given_up(name, counted):
         return grad(lambda x, *rest: f(x, *rest))(*given)
 
     _calls(called, make, range(600))
-    assert counted["attempts"] <= search_budget.ALLOWED
+    assert counted["attempts"] <= search_budget.FREE_ATTEMPTS
     before = counted["attempts"]
     _calls(called, make, range(600, 1200))
     assert counted["attempts"] - before <= 2
@@ -169,7 +169,7 @@ def test_a_kind_that_comes_back_among_new_ones_is_replayed(each, counted):
         o = Options(float(i)) if i % each else same
         (found,) = {*g(X[0], o).tolist()}
         assert found == o.k
-        hits.append(calls_of(g).replays.hits if calls_of(g).replays else 0)
+        hits.append(get_transform_calls(g).replays.hits if get_transform_calls(g).replays else 0)
     assert hits[-1] >= 30
     assert counted["attempts"] <= 3
 
@@ -179,7 +179,7 @@ def test_a_kind_that_comes_back_later_is_replayed_later(counted):
     _calls(g, lambda i: (X[0], Options()), range(2000))
     assert counted["attempts"] == 0
     _calls(g, lambda i: (X[0], same), range(1500))
-    assert calls_of(g).replays.hits > 300
+    assert get_transform_calls(g).replays.hits > 300
 
 
 @pytest.mark.parametrize("count", [2, 5, 16, 30])
@@ -188,7 +188,7 @@ def test_kinds_in_turn_are_all_replayed(count, counted):
     kinds = [torch.ones(i + 1) for i in range(count)]
     _calls(g, lambda i: (kinds[i % count],), range(10 * count))
     assert counted["attempts"] <= count
-    assert calls_of(g).replays.hits >= 5 * count
+    assert get_transform_calls(g).replays.hits >= 5 * count
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(100, 12), (300, 4)])
@@ -196,7 +196,11 @@ def test_more_kinds_in_turn_than_are_kept_do_not_push_each_other_out(count, roun
     g = grad(_once(by_length))
     kinds = [torch.ones(i + 1) for i in range(count)]
     _calls(g, lambda i: (kinds[i % count],), range(rounds * count))
-    limit = search_budget.ALLOWED + calls_of(g).replays.hits // search_budget.WORTH + 10
+    limit = (
+        search_budget.FREE_ATTEMPTS
+        + get_transform_calls(g).replays.hits // search_budget.REPLAYS_PER_ATTEMPT
+        + 10
+    )
     assert counted["attempts"] <= limit
     before = counted["attempts"]
     _calls(g, lambda i: (kinds[i % count],), range(rounds * count))
@@ -212,10 +216,13 @@ def test_objects_that_are_used_a_few_times_each_are_given_up(counted):
         return X[0], made[-1]
 
     _calls(g, make, range(1000))
-    assert counted["attempts"] <= search_budget.ALLOWED + 1000 // search_budget.WORTH
+    assert (
+        counted["attempts"]
+        <= search_budget.FREE_ATTEMPTS + 1000 // search_budget.REPLAYS_PER_ATTEMPT
+    )
     before = counted["attempts"]
     _calls(g, make, range(1000, 2000))
-    assert counted["attempts"] - before <= 1000 // search_budget.WORTH
+    assert counted["attempts"] - before <= 1000 // search_budget.REPLAYS_PER_ATTEMPT
 
 
 def test_kinds_that_all_see_what_changes_are_given_up(counted):
@@ -230,7 +237,7 @@ def test_kinds_that_all_see_what_changes_are_given_up(counted):
         State.n = float(i)
         (found,) = {*g(X[0], i % 2).tolist()}
         assert found == (State.n if i % 2 else 2)
-    assert counted["attempts"] <= search_budget.ALLOWED
+    assert counted["attempts"] <= search_budget.FREE_ATTEMPTS
 
 
 def test_what_changes_rarely_is_recorded_anew_each_time(counted):
@@ -242,7 +249,7 @@ def test_what_changes_rarely_is_recorded_anew_each_time(counted):
         if not i % 100:
             State.n = float(i)
         assert {*g(X[0]).tolist()} == {State.n}
-    assert calls_of(g).replays.hits > 900
+    assert get_transform_calls(g).replays.hits > 900
 
 
 def test_functions_that_raise_at_times_are_not_recorded_for_ever(counted):
@@ -260,7 +267,9 @@ def test_functions_that_raise_at_times_are_not_recorded_for_ever(counted):
             assert n
     assert (
         counted["attempts"]
-        <= search_budget.ALLOWED + calls_of(g).replays.hits // search_budget.WORTH + 5
+        <= search_budget.FREE_ATTEMPTS
+        + get_transform_calls(g).replays.hits // search_budget.REPLAYS_PER_ATTEMPT
+        + 5
     )
 
 
@@ -274,7 +283,7 @@ def test_objects_are_not_held_for_having_been_seen(counted):
     gone = ref(o)
     g(X[0], Options())
     del o
-    if calls_of(g).replays.known:  # a program holds what it was recorded of
+    if get_transform_calls(g).replays.known:  # a program holds what it was recorded of
         gc.collect()
     else:
         assert gone() is None
@@ -335,9 +344,9 @@ def test_no_call_records_for_longer_than_it_may(name, cost, at_once, monkeypatch
     for calls in range(60):
         before = clock.now
         torch.testing.assert_close(g(*given), wanted, rtol=0, atol=0)
-        so_far = max(search_budget.SLACK, calls * eager)
-        assert clock.now - before <= search_budget.CALLS * eager + so_far + 4 * cost
-    assert calls_of(g).replays.hits > 0 or cost > 1e-4
+        so_far = max(search_budget.SECONDS_ALLOWED, calls * eager)
+        assert clock.now - before <= search_budget.EAGER_CALLS_ALLOWED * eager + so_far + 4 * cost
+    assert get_transform_calls(g).replays.hits > 0 or cost > 1e-4
 
 
 def test_what_takes_long_to_record_is_recorded_when_the_calls_have_taken_as_long(
@@ -348,8 +357,8 @@ def test_what_takes_long_to_record_is_recorded_when_the_calls_have_taken_as_long
     hits = 0
     for calls in range(1, 200):
         g(*given)
-        hits = getattr(calls_of(g).replays, "hits", 0)
-        assert clock.now <= 3 * calls * 2 * cost + search_budget.SLACK
+        hits = getattr(get_transform_calls(g).replays, "hits", 0)
+        assert clock.now <= 3 * calls * 2 * cost + search_budget.SECONDS_ALLOWED
     assert hits > 50
 
 
@@ -359,7 +368,7 @@ def test_a_recording_is_spread_over_calls(at_once, monkeypatch):
     seen = []
     for _ in range(40):
         g(*given)
-        replays = calls_of(g).replays
+        replays = get_transform_calls(g).replays
         seen.append(replays and [type(k).__name__ for k in replays.known.values()])
     assert seen.count(["_Begun"]) >= 2
     assert seen[-1] == ["Recorded"]
@@ -380,9 +389,9 @@ def test_a_long_recording_is_given_up_and_each_call_is_the_functions(monkeypatch
         for i in range(1, 61):
             g(X[0])
             assert Runs.n == (i if func is f else 0)
-    assert not calls_of(g).replays.hits
+    assert not get_transform_calls(g).replays.hits
     assert counted["attempts"] <= 16
-    assert calls_of(g).replays.why is not None
+    assert get_transform_calls(g).replays.why is not None
 
 
 def test_a_backward_pass_that_takes_too_long_leaves_the_users_history(at_once, monkeypatch):
@@ -397,14 +406,14 @@ def test_a_backward_pass_that_takes_too_long_leaves_the_users_history(at_once, m
     forall.config.replay = True
     clock = Clock(monkeypatch, 0.0)
     halted = []
-    original = tracer.Recorder.halting
+    original = tracer.Tracer.halt_when_late
 
     def halting(self):
         clock.now += 1e6
         halted.append(self)
         return original(self)
 
-    monkeypatch.setattr(tracer.Recorder, "halting", halting)
+    monkeypatch.setattr(tracer.Tracer, "halt_when_late", halting)
     for _ in range(12):
         (found,) = torch.autograd.grad(g(X).sum(), w)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -431,7 +440,7 @@ class Interrupted(BaseException):
 
 def test_a_program_whose_making_was_interrupted_is_made_anew(at_once, monkeypatch):
     g = grad(_once(perceptron))
-    original, times = trace_call.asking, []
+    original, times = trace_call.choose_calls, []
 
     def asking(program):
         times.append(1)
@@ -439,7 +448,7 @@ def test_a_program_whose_making_was_interrupted_is_made_anew(at_once, monkeypatc
             raise Interrupted
         yield from original(program)
 
-    monkeypatch.setattr(trace_call, "asking", asking)
+    monkeypatch.setattr(trace_call, "choose_calls", asking)
     wanted, interrupted = None, 0
     for _ in range(30):
         try:
@@ -450,7 +459,7 @@ def test_a_program_whose_making_was_interrupted_is_made_anew(at_once, monkeypatc
         wanted = found if wanted is None else wanted
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert interrupted == 1
-    assert calls_of(g).replays.hits > 10
+    assert get_transform_calls(g).replays.hits > 10
 
 
 def test_an_error_of_ours_in_a_later_step_is_not_the_users(at_once, monkeypatch):
@@ -459,11 +468,11 @@ def test_an_error_of_ours_in_a_later_step_is_not_the_users(at_once, monkeypatch)
         raise ZeroDivisionError("of ours")
         yield
 
-    monkeypatch.setattr(trace_call, "asking", asking)
+    monkeypatch.setattr(trace_call, "choose_calls", asking)
     g = grad(_once(perceptron))
     for _ in range(12):
         g(X[0])
-    assert calls_of(g).replays.why == "its program cannot be made: of ours"
+    assert get_transform_calls(g).replays.why == "its program cannot be made: of ours"
 
 
 def test_threads_that_record_the_same_kinds_agree(at_once, monkeypatch):
@@ -619,5 +628,5 @@ def test_what_garbage_runs_while_a_call_is_recorded_is_not_the_functions(at_once
     for _ in range(12):
         Ring()
         g(X[0])
-    assert calls_of(g).replays.unseen is not None
-    assert calls_of(g).replays.hits > 4
+    assert get_transform_calls(g).replays.unseen is not None
+    assert get_transform_calls(g).replays.hits > 4

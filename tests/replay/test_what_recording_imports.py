@@ -15,8 +15,8 @@ from forall._compat.shapes import broadcast_shapes
 from forall._vmap.lazy_grad.lazy_tensor import (
     _IN_ZEROS,
     _SHAPES,
-    shape_of_convolution,
-    shown,
+    infer_convolution_shape,
+    make_meta_result,
 )
 
 aten = torch.ops.aten
@@ -116,7 +116,7 @@ def _given(op):
 @pytest.mark.parametrize("op", [*_SHAPES], ids=str)
 def test_what_results_look_like_without_asking_torch(op):
     for given in _given(op):
-        like, wanted = shown(op, given), op(*given)
+        like, wanted = make_meta_result(op, given), op(*given)
         assert (like.shape, like.dtype) == (wanted.shape, wanted.dtype)
         assert like.stride() == wanted.stride()
 
@@ -126,7 +126,7 @@ def test_shape_of_a_convolution_is_torchs(how):
     stride, padding, dilation, groups = how
     x, w = torch.randn(2, 4, 9, 8), torch.randn(6, 4 // groups, 3, 2)
     given = (x, w, None, stride, padding, dilation, False, [0, 0], groups)
-    assert shape_of_convolution(*given) == aten.convolution.default(*given).shape
+    assert infer_convolution_shape(*given) == aten.convolution.default(*given).shape
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,10 @@ class Engine:
 
         with (
             mock.patch.object(vmap_level.VmapLevel, "_run", recorded),
-            mock.patch.object(vmap_level, "alike", short(vmap_level.alike)),
-            mock.patch.object(function_mode, "answer", short(function_mode.answer)),
+            mock.patch.object(
+                vmap_level, "try_aligned_pointwise", short(vmap_level.try_aligned_pointwise)
+            ),
+            mock.patch.object(function_mode, "answer_call", short(function_mode.answer_call)),
         ):
             yield found
 

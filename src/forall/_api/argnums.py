@@ -11,18 +11,18 @@ import torch
 from forall._api import argument_checks
 from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import functions_off
-from forall._core.errors import Call, columns, kind, short
-from forall._core.escaped_values import flatten
-from forall._divergence import users
+from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
+from forall._core.escaped_values import flatten_without_escaped
+from forall._divergence import convert_if_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # The position of an argument, or the name that it was passed by; one, or a tuple of them.
-Places = Any
+ArgPlaces = Any
 
 
-class Moved:
+class DiffLeaves:
     """A tree whose floating-point and complex tensors are differentiated; other leaves stay.
 
     ``asked`` are the arguments that make up the tree. An integer tensor inside one of them has no
@@ -32,46 +32,46 @@ class Moved:
     __slots__ = ("at", "leaves", "spec", "tensors")
 
     def __init__(
-        self, call: Call, tree: Any, asked: tuple, error: type[Exception] = RuntimeError
+        self, call: TransformCall, tree: Any, asked: tuple, error: type[Exception] = RuntimeError
     ) -> None:
-        self.leaves, self.spec = flatten(tree)
+        self.leaves, self.spec = flatten_without_escaped(tree)
         with functions_off():
-            self.at = [i for i, x in enumerate(self.leaves) if _moves(x)]
+            self.at = [i for i, x in enumerate(self.leaves) if _is_differentiable(x)]
         self.tensors: list[torch.Tensor] = [self.leaves[i] for i in self.at]
         if len(self.at) == len(self.leaves):
             return
         for x in asked if self.at else (*asked, *self.leaves):
             if isinstance(x, torch.Tensor):
-                argument_checks.differentiable(call, x, error)
+                argument_checks.check_differentiable(call, x, error)
         if not self.at:
-            raise argument_checks.no_tensor(call, self.leaves)
+            raise argument_checks.make_no_tensor_error(call, self.leaves)
 
-    def put(self, new: Any) -> Any:
+    def replace_tensors(self, new: Any) -> Any:
         """Return the tree with other tensors in the place of those that are differentiated."""
-        return self._with(list(self.leaves), new)
+        return self._fill_leaves(list(self.leaves), new)
 
-    def shaped(self, new: Any) -> Any:
+    def unflatten_results(self, new: Any) -> Any:
         """Return a tree with results at the differentiated tensors and None at other leaves."""
-        return self._with([None] * len(self.leaves), new)
+        return self._fill_leaves([None] * len(self.leaves), new)
 
-    def _with(self, leaves: list, new: Any) -> Any:
+    def _fill_leaves(self, leaves: list, new: Any) -> Any:
         for i, x in zip(self.at, new, strict=True):
             leaves[i] = x
         return pytree.unflatten(leaves, self.spec)
 
 
-def _moves(x: Any) -> bool:
+def _is_differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-class Arguments(Moved):
+class DiffArguments(DiffLeaves):
     """The arguments of a call, with those that argnums or argnames select differentiated."""
 
     __slots__ = ("args", "kwargs", "places")
 
     def __init__(
         self,
-        call: Call,
+        call: TransformCall,
         args: tuple,
         kwargs: dict,
         argnums: Any,
@@ -80,32 +80,34 @@ class Arguments(Moved):
     ) -> None:
         self.args = args
         self.kwargs = kwargs
-        self.places = places(call, args, kwargs, argnums, argnames)
-        chosen = pick(args, kwargs, self.places)
+        self.places = find_places(call, args, kwargs, argnums, argnames)
+        chosen = pick_arguments(args, kwargs, self.places)
         asked = chosen if isinstance(self.places, tuple) else (chosen,)
         super().__init__(call, chosen, asked, error)
 
-    def beside(self) -> list[torch.Tensor]:
+    def find_other_tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the arguments that are not differentiated."""
         moved = set(map(id, self.tensors))
-        leaves = pytree.leaves((self.args, self.kwargs))
+        leaves = pytree.get_leaves((self.args, self.kwargs))
         return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in moved]
 
     def call(self, func: Callable, new: Any) -> Any:
         """Call ``func`` with other tensors in the place of those that are differentiated."""
-        args, kwargs = put(self.args, self.kwargs, self.places, self.put(new))
-        return users(func)(*args, **kwargs)
+        args, kwargs = replace_arguments(
+            self.args, self.kwargs, self.places, self.replace_tensors(new)
+        )
+        return convert_if_running(func)(*args, **kwargs)
 
 
-def pick(args: tuple, kwargs: dict, places: Places) -> Any:
-    """Return the argument at ``places``, or the tuple of them."""
+def pick_arguments(args: tuple, kwargs: dict, places: ArgPlaces) -> Any:
+    """Return the argument at ``find_places``, or the tuple of them."""
     if isinstance(places, tuple):
-        return tuple(pick(args, kwargs, p) for p in places)
+        return tuple(pick_arguments(args, kwargs, p) for p in places)
     return kwargs[places] if isinstance(places, str) else args[places]
 
 
-def put(args: tuple, kwargs: dict, places: Places, new: Any) -> tuple[tuple, dict]:
-    """Return the arguments with ``new``, a tree as `pick` returned it, at ``places``."""
+def replace_arguments(args: tuple, kwargs: dict, places: ArgPlaces, new: Any) -> tuple[tuple, dict]:
+    """Return the arguments with ``new``, a tree as `pick_arguments` returned it, at ``find_places``."""
     by_position, by_name = list(args), dict(kwargs)
     several = isinstance(places, tuple)
     for p, x in zip(places if several else (places,), new if several else (new,), strict=True):
@@ -116,15 +118,15 @@ def put(args: tuple, kwargs: dict, places: Places, new: Any) -> tuple[tuple, dic
     return tuple(by_position), by_name
 
 
-def called(
+def describe_call(
     verb: str, func: Callable, argnums: Any, argnames: Any, *, holomorphic: bool = False
-) -> Call:
+) -> TransformCall:
     """Return the call for error messages, with the options that select arguments."""
     which = {"argnums": argnums} if argnames is None else {"argnames": argnames}
-    return Call(verb, func, **which, **({"holomorphic": True} if holomorphic else {}))
+    return TransformCall(verb, func, **which, **({"holomorphic": True} if holomorphic else {}))
 
 
-def by_torch(
+def call_torch_transform(
     verb: str,
     func: Callable,
     args: tuple,
@@ -139,22 +141,22 @@ def by_torch(
         def by_position(*xs: Any) -> Any:  # Dynamo cannot look into a functools.partial
             return func(*xs, **kwargs)
 
-        return functorch_interop.call(verb, by_position, argnums, **options)(*args)
-    at = places(called(verb, func, argnums, argnames), args, kwargs, argnums, argnames)
+        return functorch_interop.call_torch_func(verb, by_position, argnums, **options)(*args)
+    at = find_places(describe_call(verb, func, argnums, argnames), args, kwargs, argnums, argnames)
     several = isinstance(at, tuple)
 
     def of_chosen(*xs: Any) -> Any:
-        by_place, by_name = put(args, kwargs, at, xs if several else xs[0])
+        by_place, by_name = replace_arguments(args, kwargs, at, xs if several else xs[0])
         return func(*by_place, **by_name)
 
-    chosen = pick(args, kwargs, at)
+    chosen = pick_arguments(args, kwargs, at)
     argnums = tuple(range(len(chosen))) if several else 0
-    return functorch_interop.call(verb, of_chosen, argnums, **options)(
+    return functorch_interop.call_torch_func(verb, of_chosen, argnums, **options)(
         *(chosen if several else (chosen,))
     )
 
 
-def holomorphic_by_torch(
+def call_torch_holomorphic(
     verb: str,
     func: Callable,
     args: tuple,
@@ -166,18 +168,20 @@ def holomorphic_by_torch(
     **options: Any,
 ) -> Any:
     """Return df/dz by torch.func's Jacobian of this name, which has no such option."""
-    at = places(called(verb, func, argnums, argnames), args, kwargs, argnums, argnames)
-    chosen = pick(args, kwargs, at)
+    at = find_places(describe_call(verb, func, argnums, argnames), args, kwargs, argnums, argnames)
+    chosen = pick_arguments(args, kwargs, at)
     x, y = (pytree.map_tensors(part, chosen) for part in (torch.real, torch.imag))
 
-    def apart(x: Any) -> tuple[Any, Any]:
+    def split_complex(x: Any) -> tuple[Any, Any]:
         z = pytree.tree_map(_complex, x, y)
-        by_place, by_name = put(args, kwargs, at, z)
+        by_place, by_name = replace_arguments(args, kwargs, at, z)
         out = func(*by_place, **by_name)
         out, aux = out if has_aux else (out, ())  # torch takes no None for an aux
         return pytree.map_tensors(lambda w: torch.stack([w.real, w.imag]), out), aux
 
-    jacobian, aux = functorch_interop.call(verb, apart, has_aux=True, **options)(x)
+    jacobian, aux = functorch_interop.call_torch_func(verb, split_complex, has_aux=True, **options)(
+        x
+    )
     found = pytree.map_tensors(lambda j: torch.complex(j[0], j[1]), jacobian)
     return (found, aux) if has_aux else found
 
@@ -186,45 +190,49 @@ def _complex(x: Any, y: Any) -> Any:
     return torch.complex(x, y) if isinstance(x, torch.Tensor) else x
 
 
-def valued(verb: str, func: Callable, has_aux: bool) -> Callable:
+def with_value_as_aux(verb: str, func: Callable, has_aux: bool) -> Callable:
     """Return ``func`` with its own value as its aux, so that a derivative returns the value too."""
 
     @functools.wraps(func, updated=())  # argnames asks it for names
-    def beside(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        out = users(func)(*args, **kwargs)
+    def value_and_aux(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        out = convert_if_running(func)(*args, **kwargs)
         if not has_aux:
             return out, out
-        out, aux = argument_checks.with_aux(Call(verb, func), out)
+        out, aux = argument_checks.split_aux(TransformCall(verb, func), out)
         return out, (out, aux)
 
-    return beside
+    return value_and_aux
 
 
 # --- places ------------------------------------------------------------------------------------
 
 
-def places(call: Call, args: tuple, kwargs: dict, argnums: Any, argnames: Any) -> Places:
+def find_places(
+    call: TransformCall, args: tuple, kwargs: dict, argnums: Any, argnames: Any
+) -> ArgPlaces:
     """Return the positions or names of the arguments that ``argnums`` or ``argnames`` select."""
     if argnames is not None:
-        return _named(call, args, kwargs, argnums, argnames)
+        return _find_named_places(call, args, kwargs, argnums, argnames)
     if isinstance(argnums, int) and not isinstance(argnums, bool):
-        return _place(call, args, argnums)
+        return _check_argnum(call, args, argnums)
     if isinstance(argnums, tuple):
         if not argnums:
             raise RuntimeError(f"{call}: argnums must not be empty.\nName at least one argument.")
-        return _distinct(call, "argnums", argnums, tuple(_place(call, args, a) for a in argnums))
+        return _check_distinct(
+            call, "argnums", argnums, tuple(_check_argnum(call, args, a) for a in argnums)
+        )
     raise RuntimeError(
         f"{call}: argnums must be an int or a tuple of ints.\n"
-        f"{columns([('argnums', short(argnums), kind(argnums))])}\n"
+        f"{format_columns([('argnums', format_short(argnums), type_name_of(argnums))])}\n"
         "Count the positional arguments from 0."
     )
 
 
-def _place(call: Call, args: tuple, argnum: Any) -> int:
+def _check_argnum(call: TransformCall, args: tuple, argnum: Any) -> int:
     if not isinstance(argnum, int):
         raise RuntimeError(
             f"{call}: argnums must be an int or a tuple of ints.\n"
-            f"{columns([('argnums', short(argnum), kind(argnum))])}\n"
+            f"{format_columns([('argnums', format_short(argnum), type_name_of(argnum))])}\n"
             "Count the positional arguments from 0."
         )
     n = len(args)
@@ -232,54 +240,56 @@ def _place(call: Call, args: tuple, argnum: Any) -> int:
         can = f"Give an int in [{-n}, {n}), and pass" if n else "Pass"
         raise RuntimeError(
             f"{call}: argnums names an argument that the call does not have.\n"
-            f"{columns([('argnums', str(argnum)), ('positional arguments', str(n))])}\n"
+            f"{format_columns([('argnums', str(argnum)), ('positional arguments', str(n))])}\n"
             f"{can} the argument by position, or name it in argnames."
         )
     return argnum % n
 
 
-def _distinct(call: Call, option: str, given: tuple, found: tuple) -> tuple:
+def _check_distinct(call: TransformCall, option: str, given: tuple, found: tuple) -> tuple:
     if len(set(found)) < len(found):
         raise RuntimeError(
             f"{call}: {option} names an argument twice.\n"
-            f"{columns([(option, repr(given))])}\nName each argument once."
+            f"{format_columns([(option, repr(given))])}\nName each argument once."
         )
     return found
 
 
-def _named(call: Call, args: tuple, kwargs: dict, argnums: Any, argnames: Any) -> Places:
+def _find_named_places(
+    call: TransformCall, args: tuple, kwargs: dict, argnums: Any, argnames: Any
+) -> ArgPlaces:
     several = argnames if isinstance(argnames, tuple) else (argnames,)
     if not several or not all(isinstance(name, str) for name in several):
         raise RuntimeError(
             f"{call}: argnames must be a str or a tuple of strs.\n"
-            f"{columns([('argnames', short(argnames), kind(argnames))])}\n"
+            f"{format_columns([('argnames', format_short(argnames), type_name_of(argnames))])}\n"
             "Give the names of the arguments."
         )
     if argnums != 0:
         raise RuntimeError(
             f"{call}: argnums and argnames both say which arguments.\n"
-            f"{columns([('argnums', short(argnums)), ('argnames', short(argnames))])}\n"
+            f"{format_columns([('argnums', format_short(argnums)), ('argnames', format_short(argnames))])}\n"
             "Give one of them."
         )
     found = tuple(
-        name if name in kwargs else _position(call, args, kwargs, name) for name in several
+        name if name in kwargs else _find_position(call, args, kwargs, name) for name in several
     )
-    return _distinct(call, "argnames", several, found) if several is argnames else found[0]
+    return _check_distinct(call, "argnames", several, found) if several is argnames else found[0]
 
 
-def signature(func: Any) -> inspect.Signature:
+def get_signature(func: Any) -> inspect.Signature:
     """Return the signature of a function; for a module, that of its forward."""
     return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
 
 
-def _position(call: Call, args: tuple, kwargs: dict, name: str) -> int:
+def _find_position(call: TransformCall, args: tuple, kwargs: dict, name: str) -> int:
     """Return the position of an argument that was passed by position."""
     try:
-        parameters = list(signature(call.func).parameters.values())
+        parameters = list(get_signature(call.func).parameters.values())
     except ValueError:
         raise ValueError(
             f"{call}: argnames needs the names of the arguments.\n"
-            f"{columns([('func', short(call.func))])}\n"
+            f"{format_columns([('func', format_short(call.func))])}\n"
             "Python does not know them for this function. Pass them by keyword, or give argnums."
         ) from None
     by_position = [
@@ -292,7 +302,7 @@ def _position(call: Call, args: tuple, kwargs: dict, name: str) -> int:
         row = ("passed", ", ".join([*passed, *kwargs]) or "nothing")
         raise RuntimeError(
             f"{call}: argnames names an argument that the call does not pass.\n"
-            f"{columns([('argnames', repr(name)), row])}\n"
+            f"{format_columns([('argnames', repr(name)), row])}\n"
             "Pass the argument; a default is not differentiated."
         )
     return passed.index(name)

@@ -13,69 +13,69 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forall._api.function_vmap import by_own_rule
-from forall._autodiff.double_backward import hooked
-from forall._autodiff.jvp_by_double_vjp import push_by_rule
-from forall._autodiff.once_differentiable import is_once, remember
+from forall._api.function_vmap import find_batched_form
+from forall._autodiff.double_backward import hook_backward_nodes
+from forall._autodiff.jvp_by_double_vjp import make_rule_push
+from forall._autodiff.once_differentiable import is_once_differentiable, link_inputs
 from forall._autodiff.phase_errors import may_have_phases
 from forall._compat import checkpoint, pytree, tensor_subclass
-from forall._compat.devices import function_modes
+from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import (
-    dispatch_modes,
+    count_dispatch_modes,
     functions_are_off,
     functions_off,
-    in_backward,
     in_torch_func,
     install_forward_level,
+    is_in_backward,
 )
 from forall._compat.private_api import BACKWARD_HOOK
 from forall._compat.tensor_subclass import (
-    Posed,
-    bare,
-    carried,
+    PosedTensor,
     posing,
-    undressed,
+    restore_users_class,
+    strip_users_class,
+    unwrap_posed,
 )
 from forall._compat.versions import apply_users
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import slow
-from forall._core.escaped_values import left_over
+from forall._core.errors import warn_slow_path
+from forall._core.escaped_values import replace_escaped_args
 from forall._core.levels import (
     Level,
-    around_what_runs,
-    at,
-    deepest,
+    apply_at_level,
+    find_innermost_of,
     is_from_outside,
+    is_recorded_on_value,
+    levels_around_current,
     lift,
-    outside,
-    peels,
+    run_outside,
     stack,
     top,
 )
-from forall._core.recompute import as_made_by, may_carry_tangents, where_it_first_ran
-from forall._random.key_scope import resuming
-from forall._vmap.active_set.merge import for_those_asked
-from forall._vmap.active_set.restrict_args import narrowed
-from forall._vmap.function_mode import ITSELF, SHARING, sharing
-from forall._vmap.mutation.view_copies import settle
+from forall._core.recompute import CreateForLevel, bind_original_context, may_carry_tangents
+from forall._random.key_scope import resume_draws
+from forall._vmap.active_set.merge import restrict_users_gradients
+from forall._vmap.active_set.restrict_args import restrict_args
+from forall._vmap.function_mode import ITSELF, VMAP_FUNCTIONS, find_sharing_level
+from forall._vmap.mutation.view_copies import sync_aliases
 from forall._vmap.registry import IN_PLACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    out = apply_users(by_own_rule(cls, args), *args, **kwargs)
-    if is_once(cls) and torch.is_grad_enabled():
-        remember(args, out)
-    if stack.parted and (stack.again or not in_backward()):
-        settle()  # writes inside the Function have their history only now
+def _apply_users_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    out = apply_users(find_batched_form(cls, args), *args, **kwargs)
+    if is_once_differentiable(cls) and torch.is_grad_enabled():
+        link_inputs(args, out)
+    if stack.parted and (stack.again or not is_in_backward()):
+        sync_aliases()  # writes inside the Function have their history only now
     return out
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Run torch.autograd.Function.apply; under a level, captured tensors are lifted to it first."""
-    out = _apply(cls, args, kwargs)
+    out = _apply_under_level(cls, args, kwargs)
     return _with_history(out, args) if posing.used else out
 
 
@@ -83,45 +83,47 @@ def _with_history(out: Any, args: tuple) -> Any:
     """Return results with the history that autograd has given them, in the user's own classes."""
     if type(out) is tuple:
         return tuple([_with_history(o, args) for o in out])
-    if not isinstance(out, Posed) or any(out is a for a in args):
+    if not isinstance(out, PosedTensor) or any(out is a for a in args):
         return out
     with functions_off():
-        return carried(out.view_as(out), out)  # pyright: ignore[reportAttributeAccessIssue]
+        return restore_users_class(out.view_as(out), out)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _apply(cls: Any, args: tuple, kwargs: dict) -> Any:
-    args, kwargs = left_over(args, kwargs)
+def _apply_under_level(cls: Any, args: tuple, kwargs: dict) -> Any:
+    args, kwargs = replace_escaped_args(args, kwargs)
     if stack.parted:
-        args, kwargs, _ = narrowed(None, args, kwargs)
+        args, kwargs, _ = restrict_args(None, args, kwargs)
     running = top()
-    level = deepest(tuple(map(bare, args)))
+    level = find_innermost_of(tuple(map(unwrap_posed, args)))
     if level is None or (running is not None and level.is_outside(running)):
         level = running
     if level is None:
-        return _applied(cls, *args, **kwargs)
-    if stack.parted and (stack.again or not in_backward()) and not functions_are_off():
-        fit = narrowed(cls.apply, args, kwargs)
+        return _apply_users_function(cls, *args, **kwargs)
+    if stack.parted and (stack.again or not is_in_backward()) and not functions_are_off():
+        fit = restrict_args(cls.apply, args, kwargs)
         if fit.stands:
-            return fit.given(_apply(cls, fit.args, fit.kwargs))
+            return fit.restore_identity(_apply_under_level(cls, fit.args, fit.kwargs))
     if torch.is_grad_enabled() and not getattr(level, "records_values", False):
         args = tuple(
-            carried(lift(bare(a), level), a)
+            restore_users_class(lift(unwrap_posed(a), level), a)
             if isinstance(a, torch.Tensor)
-            and bare(a).requires_grad
-            and is_from_outside(bare(a), level)
+            and unwrap_posed(a).requires_grad
+            and is_from_outside(unwrap_posed(a), level)
             else a
             for a in args
         )
-    if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(bare(a)) for a in args):
+    if in_torch_func() or not any(
+        isinstance(a, torch.Tensor) and is_recorded_on_value(unwrap_posed(a)) for a in args
+    ):
         # Under a transform of torch.func, apply is called again with the values below it.
-        with outside(level) if level.peels else nullcontext():
-            return _applied(cls, *args, **kwargs)
+        with run_outside(level) if level.records_on_value else nullcontext():
+            return _apply_users_function(cls, *args, **kwargs)
     if cls is BACKWARD_HOOK:
-        return _through(cls, args)
-    return _with_tangents(cls, level, args, kwargs)
+        return _apply_backward_hook(cls, args)
+    return _apply_with_tangents(cls, level, args, kwargs)
 
 
-def _through(cls: Any, args: tuple) -> tuple:
+def _apply_backward_hook(cls: Any, args: tuple) -> tuple:
     """Apply the node that modules register backward hooks on, at the innermost level."""
     outs = apply_users(cls, *args)
     for a, out in zip(args, outs, strict=True):
@@ -130,7 +132,7 @@ def _through(cls: Any, args: tuple) -> tuple:
     return outs
 
 
-def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
+def _apply_with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
     places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     single: list[bool] = []
     others: list[Any] = []
@@ -141,25 +143,25 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
         filled = list(args)
         for i, t in zip(places, tensors, strict=True):
             made = t.clone() if t.requires_grad else t  # a leaf with grad cannot be written to
-            filled[i] = carried(made, args[i])
-        out = _applied(cls, *filled, **kwargs)
+            filled[i] = restore_users_class(made, args[i])
+        out = _apply_users_function(cls, *filled, **kwargs)
         single[:] = [isinstance(out, torch.Tensor)]
         outs = (out,) if single[0] else out
         others[:] = [None if isinstance(o, torch.Tensor) else o for o in outs]
         tensors = tuple(o for o in outs if isinstance(o, torch.Tensor))
         written[:] = [next((i for i in places if filled[i] is o), None) for o in tensors]
         known[:] = tensors
-        return tuple(undressed(_with_history(o, ())) for o in tensors)
+        return tuple(strip_users_class(_with_history(o, ())) for o in tensors)
 
     if cls.jvp is not torch.autograd.Function.jvp:
         h = functools.partial(h)  # a reference cycle would wait for Python's collector
-        vars(h)["rule"] = functools.partial(push_by_rule, h.func)
+        vars(h)["rule"] = functools.partial(make_rule_push, h.func)
     # Values that are saved for a derivative must not change when an argument is written to.
-    given = [undressed(args[i]) for i in places]
-    found = at(level, h, tuple([x.clone() if x.requires_grad else x for x in given]))
+    given = [strip_users_class(args[i]) for i in places]
+    found = apply_at_level(level, h, tuple([x.clone() if x.requires_grad else x for x in given]))
     tensors = iter(
         [
-            carried(y, o) if i is None else args[i].copy_(y)
+            restore_users_class(y, o) if i is None else args[i].copy_(y)
             for i, y, o in zip(written, found, known, strict=True)
         ]
     )
@@ -167,33 +169,33 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
     return outs[0] if single[0] else outs
 
 
-def _function_mode() -> AbstractContextManager:
+def _reenter_function_mode() -> AbstractContextManager:
     """Return forall's function mode if a call of torch's, which ran without it, runs user code."""
-    if sharing(top()) is None or function_modes() or functions_are_off():
+    if find_sharing_level(top()) is None or count_function_modes() or functions_are_off():
         return nullcontext()
-    return SHARING
+    return VMAP_FUNCTIONS
 
 
-def _hooks(outputs: Any, create_graph: bool) -> AbstractContextManager:
+def _hook_users_pass(outputs: Any, create_graph: bool) -> AbstractContextManager:
     """Return a context with forall's hooks for a backward pass of the user's, if any are needed."""
-    under = bool(dispatch_modes())
+    under = bool(count_dispatch_modes())
     if not under and not may_have_phases():
         return nullcontext()
     with functions_off():
-        return hooked(outputs, create_graph and under)
+        return hook_backward_nodes(outputs, create_graph and under)
 
 
-def _making(gradients: Any) -> AbstractContextManager | None:
+def _enter_exited_level(gradients: Any) -> AbstractContextManager | None:
     """Return a context for a user's backward whose level has exited; None if there is none."""
-    level = deepest(pytree.leaves(gradients))
+    level = find_innermost_of(pytree.get_leaves(gradients))
     if level is None or level.active:
         return None
-    place = as_made_by(level)
-    place.enter_context(_Captures(level))
+    place = CreateForLevel(level)
+    place.enter_context(_CaptureMode(level))
     return place
 
 
-class _Captures(TorchFunctionMode):
+class _CaptureMode(TorchFunctionMode):
     """A function mode that lifts tensors captured by a user's backward to a level that has exited.
 
     A captured tensor is lifted before anything is computed from it. Otherwise its stand-in that the
@@ -217,28 +219,28 @@ class _Captures(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _theirs(gradients: tuple, found: Any) -> Any:
+def _merge_users_gradients(gradients: tuple, found: Any) -> Any:
     """Restrict the result of a user's backward to the examples that the gradients are of."""
-    return for_those_asked(gradients, found) if stack.ever_parted else found
+    return restrict_users_gradients(gradients, found) if stack.ever_parted else found
 
 
-def _within() -> Callable[[torch.Tensor], bool]:
+def _make_inner_level_test() -> Callable[[torch.Tensor], bool]:
     """Return a test for values of levels that are entered from now on.
 
     A recomputation enters other levels, whose values could not be mixed with these.
     """
-    around = around_what_runs()
+    around = levels_around_current()
 
-    def told(tensor: torch.Tensor) -> bool:
+    def is_of_inner_level(tensor: torch.Tensor) -> bool:
         while isinstance(tensor, Wrapper):
             root = tensor.level.root
             if root not in around and root.around >= around:
-                slow(_KEPT)
+                warn_slow_path(_KEPT)
                 return True
             tensor = tensor.value
         return False
 
-    return told
+    return is_of_inner_level
 
 
 _KEPT = (
@@ -247,18 +249,18 @@ _KEPT = (
 )
 
 
-def install() -> None:
+def install_functions() -> None:
     """Replace torch's Function.apply, once."""
     install_forward_level()
-    checkpoint.install(
-        where_it_first_ran,
-        resuming,
+    checkpoint.install_checkpoint_hooks(
+        bind_original_context,
+        resume_draws,
         may_carry_tangents,
-        _function_mode,
-        _making,
-        _theirs,
-        _within,
-        _hooks,
+        _reenter_function_mode,
+        _enter_exited_level,
+        _merge_users_gradients,
+        _make_inner_level_test,
+        _hook_users_pass,
     )
-    tensor_subclass.install()
+    tensor_subclass.install_posed_tensors()
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]

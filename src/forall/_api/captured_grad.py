@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from forall._api.vjp import Pullback
+from forall._api.vjp import GraphPullback
 from forall._api.vmap import vmap
 from forall._autodiff.jvp_level import JvpLevel
-from forall._compat.autograd_graph import gradients, nodes
+from forall._compat.autograd_graph import call_autograd_grad, iterate_nodes
 from forall._compat.dispatch_state import functions_off, run_backward
-from forall._core.errors import columns, short
+from forall._core.errors import format_columns, format_short
 from forall._core.levels import is_from_outside, lift, top
-from forall._vmap.batched_tensor import Batched
-from forall._vmap.boundary import Enter, Exit, Share
-from forall._vmap.function_mode import sharing
+from forall._vmap.batched_tensor import BatchedTensor
+from forall._vmap.boundary import Broadcast, Restack, Unstack
+from forall._vmap.function_mode import find_sharing_level
 from forall._vmap.registry import CALLS
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Crossing(NamedTuple):
     axis: int | None  # the batch axis of a mapped argument; None for a shared tensor
 
 
-def _grad(
+def _grad_through_captured(
     outputs: Any,
     inputs: Any,
     grad_outputs: Any = None,
@@ -58,34 +58,36 @@ def _grad(
     materialize_grads: bool = False,
 ) -> Any:
     """Compute torch.autograd.grad, also with respect to a captured tensor and its history."""
-    level = sharing(top())
+    level = find_sharing_level(top())
     given = _tuple(inputs)
     if level is None or not all(isinstance(x, torch.Tensor) for x in given):
         return NotImplemented
-    first_names = {id(stand_in): t for t, stand_in in level.lifted.values()}
+    first_names = {id(stand_in): t for t, stand_in in level.lift_cache.values()}
     wanted = [first_names.get(id(x), x) for x in given]
     if not any(is_from_outside(x, level) for x in wanted):
         return NotImplemented
     with torch.enable_grad():
         outs = tuple(lift(y, level) if isinstance(y, torch.Tensor) else y for y in _tuple(outputs))
-    crossings = _crossings(level, outs, wanted)
+    crossings = _find_crossings(level, outs, wanted)
     # Under no_grad the inputs have no stand-ins, and a pass would continue to them and sum.
-    if torch.is_grad_enabled() and not any(_goes_on(c.outside, wanted) for c in crossings):
+    if torch.is_grad_enabled() and not any(
+        _continues_outside(c.outside, wanted) for c in crossings
+    ):
         return NotImplemented  # one graph, of this level
     flags = (bool(create_graph if retain_graph is None else retain_graph), create_graph)
     if is_grads_batched:
         each = lambda g: torch.autograd.grad(outs, wanted, g, *flags, allow_unused=True)  # noqa: E731
         found = vmap(each)(grad_outputs)
     else:
-        found = _found(level, outs, wanted, grad_outputs, crossings, flags)
+        found = _find_gradients(level, outs, wanted, grad_outputs, crossings, flags)
     if materialize_grads:
         return tuple(
             torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)
         )
-    return tuple(found) if allow_unused else _all_used(found)
+    return tuple(found) if allow_unused else _check_all_used(found)
 
 
-def _all_used(found: Iterable) -> tuple:
+def _check_all_used(found: Iterable) -> tuple:
     """Raise torch's own error, in its words, if an input has no gradient."""
     for i, g in enumerate(found):
         if g is None:
@@ -96,30 +98,32 @@ def _all_used(found: Iterable) -> tuple:
     return tuple(found)
 
 
-def _found(
+def _find_gradients(
     level: Level, outs: tuple, wanted: Tensors, grads: Any, crossings: list[Crossing], flags: Any
 ) -> list:
     """Return a gradient, or None, for each wanted tensor: the level's own and those outside."""
     stops = [x for x in wanted if not is_from_outside(x, level)]
     stops += [c.inside for c in crossings]
-    pulled = iter(gradients(outs, stops, grads, *flags))
+    pulled = iter(call_autograd_grad(outs, stops, grads, *flags))
     own = {id(x): next(pulled) for x in wanted if not is_from_outside(x, level)}
     met = [(c, cot) for c, cot in zip(crossings, pulled, strict=True) if cot is not None]
     if met:
-        way = Outside(level, [c for c, _ in met], [x for x in wanted if id(x) not in own], flags)
+        way = OuterPullback(
+            level, [c for c, _ in met], [x for x in wanted if id(x) not in own], flags
+        )
         with torch.set_grad_enabled(flags[1]):
-            own.update(way.found(way.at(top(), [cot for _, cot in met])))
+            own.update(way.gradients_by_id(way.pull_back_at(top(), [cot for _, cot in met])))
     return [own.get(id(x)) for x in wanted]
 
 
-class Outside(Pullback):
+class OuterPullback(GraphPullback):
     """The graph from where it crosses a level's boundary to tensors further out."""
 
     def __init__(self, inner: Level, met: list[Crossing], wanted: Tensors, flags: Any) -> None:
         self.inner = inner
         self.level = inner.parent
         if isinstance(self.level, JvpLevel):
-            raise _refused(
+            raise _make_refusal(
                 "vmap inside jvp",
                 "a derivative is asked for",
                 wanted,
@@ -135,7 +139,7 @@ class Outside(Pullback):
                 for c in met
             ]
 
-    def found(self, gradients: Tensors) -> dict[int, torch.Tensor]:
+    def gradients_by_id(self, gradients: Tensors) -> dict[int, torch.Tensor]:
         """Return the gradients that exist, by the ids of the tensors that they belong to."""
         triples = zip(self.wanted, gradients, self.used, strict=True)
         return {id(x): g for x, g, used in triples if used}
@@ -143,27 +147,29 @@ class Outside(Pullback):
     def _run_stacked(self, stacks: Tensors) -> Tensors:
         """Pull back (N, *O) to (N, *I); zeros for a wanted tensor that nothing leads to."""
         size, level = stacks[0].shape[0], self.level
-        stacks = [self._placed(s, axis) for s, axis in zip(stacks, self.axes, strict=True)]
+        stacks = [
+            self._place_cotangents(s, axis) for s, axis in zip(stacks, self.axes, strict=True)
+        ]
         own = [x for x in self.wanted if level is None or not is_from_outside(x, level)]
-        crossings = [] if level is None else _crossings(level, self.outputs, self.wanted)
-        cots = iter(self._pulled_to((*own, *(c.inside for c in crossings)), stacks))
+        crossings = [] if level is None else _find_crossings(level, self.outputs, self.wanted)
+        cots = iter(self._pull_back_to((*own, *(c.inside for c in crossings)), stacks))
         found = {id(x): g for x in own if (g := next(cots)) is not None}
         met = [(c, g) for c, g in zip(crossings, cots, strict=True) if g is not None]
         if met:
             further = [x for x in self.wanted if all(x is not y for y in own)]
-            way = Outside(level, [c for c, _ in met], further, self.flags)
-            found.update(way.found(way.stacked([g for _, g in met], level)))
+            way = OuterPullback(level, [c for c, _ in met], further, self.flags)
+            found.update(way.gradients_by_id(way.pull_back_stacked([g for _, g in met], level)))
         self.used = [id(x) in found for x in self.wanted]
         return [found.get(id(x), x.new_zeros(()).expand(size, *x.shape)) for x in self.wanted]
 
-    def _placed(self, stack: torch.Tensor, axis: int | None) -> torch.Tensor:
+    def _place_cotangents(self, stack: torch.Tensor, axis: int | None) -> torch.Tensor:
         """Return (B * N, *S) as (B * N, .., B, ..), with zeros for all other examples along B."""
         if axis is None:
             return stack
         parts = stack.unflatten(0, (self.inner.size, -1)).movedim(0, -1)
         return torch.diag_embed(parts, dim1=0, dim2=axis + 2).flatten(0, 1)
 
-    def _pulled_to(self, stops: tuple[End, ...], stacks: Tensors) -> list:
+    def _pull_back_to(self, stops: tuple[End, ...], stacks: Tensors) -> list:
         retain_graph, create_graph = self.flags
 
         def pull(outputs: tuple, cots: tuple) -> Any:
@@ -172,26 +178,26 @@ class Outside(Pullback):
             )
 
         with torch.set_grad_enabled(create_graph):
-            return self._pulled(pull, stacks)
+            return self._pull_back_batched(pull, stacks)
 
 
-def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Crossing]:
+def _find_crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Crossing]:
     """Find where the graphs of ``roots`` cross the level's boundary on a way to wanted tensors."""
     shared = [
         Crossing(s, t, None)
-        for t, s in level.lifted.values()
-        if s.requires_grad and _leads(t, wanted)
+        for t, s in level.lift_cache.values()
+        if s.requires_grad and _leads_to(t, wanted)
     ]
     entered = [
         Crossing(GradientEdge(node, 0), GradientEdge(*node.next_functions[0]), node.axis)
-        for node in nodes(roots, lambda n: isinstance(n, _BORDER))
-        if isinstance(node, Enter._backward_cls) and node.level is level.root and not node.worn
+        for node in iterate_nodes(roots, lambda n: isinstance(n, _BORDER))
+        if isinstance(node, Unstack._backward_cls) and node.level is level.root and not node.worn
     ]
-    entered = [c for c in entered if _leads(c.outside, wanted)]
+    entered = [c for c in entered if _leads_to(c.outside, wanted)]
     for crossing in entered:
-        for node in nodes([crossing.outside]):
-            if isinstance(node, Exit._backward_cls) and node.level.root is level.root:
-                raise _refused(
+        for node in iterate_nodes([crossing.outside]):
+            if isinstance(node, Restack._backward_cls) and node.level.root is level.root:
+                raise _make_refusal(
                     "vmap",
                     "a second derivative is asked for inside",
                     wanted,
@@ -200,40 +206,42 @@ def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Cros
     return shared + entered
 
 
-def _refused(call: str, what: str, wanted: Tensors, why: str) -> NotImplementedError:
-    rows = [("with respect to", short(x)) for x in wanted]
+def _make_refusal(call: str, what: str, wanted: Tensors, why: str) -> NotImplementedError:
+    rows = [("with respect to", format_short(x)) for x in wanted]
     return NotImplementedError(
         f"{call}: {what}, through the history of a tensor from before the call.\n"
-        f"{columns(rows)}\n"
+        f"{format_columns(rows)}\n"
         f"{why}\n"
         "Compute inside the function what depends on that tensor."
     )
 
 
-_BORDER = (Enter._backward_cls, Share._backward_cls)
+_BORDER = (Unstack._backward_cls, Broadcast._backward_cls)
 
 
-def _goes_on(end: End, wanted: Tensors) -> bool:
+def _continues_outside(end: End, wanted: Tensors) -> bool:
     """Return True if a graph continues from a crossing to a wanted tensor further out."""
     others = [x for x in wanted if x is not end]
-    return len(others) == len(wanted) or _leads(end, others)
+    return len(others) == len(wanted) or _leads_to(end, others)
 
 
-def _leads(end: End, wanted: Tensors) -> bool:
+def _leads_to(end: End, wanted: Tensors) -> bool:
     """Return True if a graph leads to a wanted tensor, or its end is one."""
     if any(end is x for x in wanted):
         return True
     goals = {x.grad_fn for x in wanted if x.grad_fn is not None}
     leaves = {id(x) for x in wanted}
-    return any(n in goals or id(getattr(n, "variable", None)) in leaves for n in nodes([end]))
+    return any(
+        n in goals or id(getattr(n, "variable", None)) in leaves for n in iterate_nodes([end])
+    )
 
 
-def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _backward_through_captured(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a backward pass that leaves the sum over the examples, as the loop over them does.
 
     This serves `torch.autograd.backward` and `Tensor.backward`.
     """
-    level = sharing(top())
+    level = find_sharing_level(top())
     if level is None:
         return NotImplemented
     with torch.enable_grad():
@@ -244,19 +252,21 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     if "gradient" in kwargs:
         kwargs["grad_tensors"] = kwargs.pop("gradient")
     torch.autograd.backward(roots, *args, **kwargs)
-    captured = [t for t, s in level.lifted.values() if s.requires_grad and t.grad_fn is not None]
+    captured = [
+        t for t, s in level.lift_cache.values() if s.requires_grad and t.grad_fn is not None
+    ]
     with functions_off():
-        for node in nodes(captured):
+        for node in iterate_nodes(captured):
             leaf = getattr(node, "variable", None)
             if leaf is not None and is_from_outside(leaf, level):
-                _lower_grad(leaf)
+                _unwrap_grad(leaf)
     return None
 
 
-def _lower_grad(leaf: torch.Tensor) -> None:
+def _unwrap_grad(leaf: torch.Tensor) -> None:
     """Unwrap the gradient of a leaf outside: nodes there ran under the level, which wrapped it."""
     left = leaf.grad
-    while type(left) is Batched and left.axis is None and is_from_outside(leaf, left.level):
+    while type(left) is BatchedTensor and left.axis is None and is_from_outside(leaf, left.level):
         left = leaf.grad = left.value
 
 
@@ -264,8 +274,8 @@ def _tuple(tensors: Any) -> tuple:
     return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
 
 
-def install() -> None:
+def install_autograd_calls() -> None:
     """Register the implementations of torch.autograd's functions under `vmap`."""
-    CALLS[torch.autograd.grad] = _grad
-    CALLS[torch.Tensor.backward] = _backward
-    CALLS[torch.autograd.backward] = _backward
+    CALLS[torch.autograd.grad] = _grad_through_captured
+    CALLS[torch.Tensor.backward] = _backward_through_captured
+    CALLS[torch.autograd.backward] = _backward_through_captured

@@ -1,4 +1,4 @@
-"""The ``chunk_size`` of transforms: how many examples, rows or columns are computed at once."""
+"""The ``check_chunk_size`` of transforms: how many examples, rows or columns are computed at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from forall._api.memory_budget import Budget, free_memory
-from forall._core.errors import columns, kind, short
+from forall._api.memory_budget import MemoryBudgetMode, find_free_memory
+from forall._core.errors import format_columns, format_short, type_name_of
 from forall._core.levels import top
 
 if TYPE_CHECKING:
@@ -61,14 +61,20 @@ class Chunks:
     def __post_init__(self) -> None:
         if not (self.size == "auto" or _is_count(self.size)):
             raise ValueError(
-                f"Chunks(size={short(self.size)}): a chunk holds at least one example.\n"
+                f"Chunks(size={format_short(self.size)}): a chunk holds at least one example.\n"
                 "Pass an int above 0, or 'auto' for as many as fit."
             )
         if self.memory_budget is None:
             return
         if not _is_count(self.memory_budget):
-            shown = columns(
-                [("memory_budget", short(self.memory_budget), kind(self.memory_budget))]
+            shown = format_columns(
+                [
+                    (
+                        "memory_budget",
+                        format_short(self.memory_budget),
+                        type_name_of(self.memory_budget),
+                    )
+                ]
             )
             raise ValueError(f"Chunks: memory_budget counts bytes.\n{shown}\nPass an int above 0.")
         if self.size != "auto":
@@ -81,10 +87,10 @@ class Chunks:
         """Return a context that limits the memory of a chunk of a call with these tensors."""
         limit = self.memory_budget
         if limit is None and self.size == "auto" and top() is None and all(x.is_cpu for x in near):
-            limit = int(_SHARE * (free_memory() or 0)) or None
+            limit = int(_SHARE * (find_free_memory() or 0)) or None
         if limit is None:
             return nullcontext()
-        return Budget(limit, str(self))
+        return MemoryBudgetMode(limit, str(self))
 
     def bar(self, total: int, unit: str) -> Any:
         """Return a context that gives a progress bar; one that gives None without ``progress``."""
@@ -104,12 +110,12 @@ def _is_count(n: Any) -> bool:
     return isinstance(n, int) and n > 0
 
 
-def chunks_of(chunk: Any) -> Chunks | None:
+def make_chunks(chunk: Any) -> Chunks | None:
     """Return the `Chunks` for a chunk_size; None if all is computed at once."""
     return chunk if chunk is None or isinstance(chunk, Chunks) else Chunks(chunk)
 
 
-def for_torch(chunk: Any) -> int | None:
+def get_torch_chunk_size(chunk: Any) -> int | None:
     """Return the chunk size for torch's own transforms, which take an int or None."""
-    known = chunks_of(chunk)
+    known = make_chunks(chunk)
     return None if known is None or known.size == "auto" else known.size

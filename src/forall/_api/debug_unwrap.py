@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forall._compat import functorch_interop
-from forall._compat.tensor_subclass import bare
+from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.wrapper_tensor import Wrapper
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
                 [3., 4., 5.]])
         tensor([3., 5., 7.])
     """
-    tensor = bare(tensor)
+    tensor = unwrap_posed(tensor)
     if not isinstance(tensor, Wrapper):
-        return functorch_interop.call("debug_unwrap", tensor, recurse=recurse)
+        return functorch_interop.call_torch_func("debug_unwrap", tensor, recurse=recurse)
     return debug_unwrap(tensor.value) if recurse else tensor.value

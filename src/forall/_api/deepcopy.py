@@ -18,7 +18,7 @@ _torchs = torch.Tensor.__deepcopy__
 
 @functools.wraps(_torchs)
 def _deepcopy(self: torch.Tensor, memo: dict) -> torch.Tensor:
-    if stack.top is None or type(self) is not torch.Tensor or not _is_copied(self):
+    if stack.top is None or type(self) is not torch.Tensor or not _is_plain_leaf(self):
         return _torchs(self, memo)
     if id(self) not in memo:
         with torch.no_grad():
@@ -31,12 +31,12 @@ def _deepcopy(self: torch.Tensor, memo: dict) -> torch.Tensor:
     return memo[id(self)]
 
 
-def _is_copied(x: torch.Tensor) -> bool:
+def _is_plain_leaf(x: torch.Tensor) -> bool:
     """Return True for a leaf that is no view, so that a clone is a full copy of it."""
     with functions_off():
         return x.layout is torch.strided and x.is_leaf and x._base is None and not x.is_quantized
 
 
-def install() -> None:
+def install_deepcopy() -> None:
     """Replace `torch.Tensor.__deepcopy__`, once."""
     torch.Tensor.__deepcopy__ = _deepcopy

@@ -1,6 +1,6 @@
 """A call of a transform in a function that torch.compile compiles.
 
-Dynamo traces `call` and never runs it. See NOTE [transforms in a compiled function].
+Dynamo traces `call_transform` and never runs it. See NOTE [transforms in a compiled function].
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from forall._api import mapped_inputs
 from forall._compat.dynamo_operator import TransformInGraph
 from forall._compat.dynamo_trees import (
-    Ordered,
+    OrderedDictItems,
     check_names,
+    find_tensors,
+    make_operand,
     map_leaves,
-    operand,
-    tensors_of,
-    with_tensors,
+    replace_tensors,
 )
-from forall._core.errors import Call
+from forall._core.errors import TransformCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,20 +30,22 @@ VERBS = frozenset({"vmap", "grad", "grad_and_value", "vjp", "jvp", "linearize", 
 VERBS |= {"jacobian", "hessian", "hessian_diag", "hvp", "laplacian"}
 
 
-def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
+def call_transform(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Return ``verb(func, **options)(*args, **kwargs)``, computed by a node of the graph."""
     check_names(options, kwargs)
-    seen = _seen(verb, args)
+    seen = _get_function_args(verb, args)
 
     def body(*examples: torch.Tensor) -> Any:
-        given, by_name = with_tensors((seen, kwargs), examples)
+        given, by_name = replace_tensors((seen, kwargs), examples)
         return func(*given, **by_name)
 
-    operands = map_leaves(operand, (args, kwargs), Ordered)
-    return _transform(func, verb, options, args, kwargs, body, operands, tensors_of((seen, kwargs)))
+    operands = map_leaves(make_operand, (args, kwargs), OrderedDictItems)
+    return _transform(
+        func, verb, options, args, kwargs, body, operands, find_tensors((seen, kwargs))
+    )
 
 
-def _seen(verb: str, args: tuple) -> tuple:
+def _get_function_args(verb: str, args: tuple) -> tuple:
     """Return the arguments of a transform that its function is called with."""
     if verb == "jvp":
         return args[0]
@@ -53,7 +55,7 @@ def _seen(verb: str, args: tuple) -> tuple:
 # --- where the graph is run ----------------------------------------------------------------------
 
 
-def _run(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _run_transform(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Return ``verb(func, **options)(*args, **kwargs)``, for each transform's own signature."""
     transform = getattr(sys.modules["forall"], verb)
     if verb in ("jvp", "linearize", "vjp"):
@@ -61,16 +63,16 @@ def _run(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) ->
     return transform(func, **options)(*args, **kwargs)
 
 
-def _example_dims(verb: str, options: dict, args: tuple, kwargs: dict) -> list[int | None]:
+def _find_example_dims(verb: str, options: dict, args: tuple, kwargs: dict) -> list[int | None]:
     """Return the dims along which the function sees one example; none but for `vmap`."""
     if verb != "vmap":
         return []
     in_dims, by_name = options["in_dims"], None
     if isinstance(in_dims, dict):
         in_dims, by_name = (None,) * len(args), {name: in_dims.get(name) for name in kwargs}
-    asked = Call("vmap", _run, in_dims=options["in_dims"])
-    leaves, _, dims, _ = mapped_inputs.inputs(asked, args, kwargs, in_dims, by_name)
+    asked = TransformCall("vmap", _run_transform, in_dims=options["in_dims"])
+    leaves, _, dims, _ = mapped_inputs.check_inputs(asked, args, kwargs, in_dims, by_name)
     return [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)]
 
 
-_transform = TransformInGraph(_run, _example_dims)
+_transform = TransformInGraph(_run_transform, _find_example_dims)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from forall._api import explain_plot
 from forall._api.execution import loop_or_batch
-from forall._api.execution.auto_replay import replaying
+from forall._api.execution.auto_replay import replay_transform
 from forall._core import config
-from forall._core.errors import columns, kind, name_of, short
-from forall._divergence.converted_call import reported
-from forall._divergence.report import Report, spread
+from forall._core.errors import format_columns, format_short, name_of, type_name_of
+from forall._divergence.converted_call import collect_report
+from forall._divergence.report import Report, format_range
 from forall._divergence.report_records import Function, Parting, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._core.call_site import Place
+    from forall._core.call_site import SourceLine
 
 
 def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
@@ -48,22 +48,22 @@ def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
         tensor([ 1.,  2., 10.])
     """
     given = getattr(mapped, "__forall_run__", None)
-    if given is None or getattr(mapped, "__globals__", None) is not replaying.__globals__:
+    if given is None or getattr(mapped, "__globals__", None) is not replay_transform.__globals__:
         raise TypeError(
             "explain(mapped): it explains what vmap returned.\n"
-            f"{columns([('mapped', short(mapped), kind(mapped))])}\n"
+            f"{format_columns([('mapped', format_short(mapped), type_name_of(mapped))])}\n"
             "Pass the mapped function, then its arguments: explain(vmap(f))(x)."
         )
 
     run, options = given
 
-    def explained(*args: Any, **kwargs: Any) -> Explanation:
+    def run_and_explain(*args: Any, **kwargs: Any) -> Explanation:
         report = Report()
-        with reported(report):
+        with collect_report(report):
             result = run(options._replace(report=report), args, kwargs)
-        return _explanation(mapped, report, result)
+        return _make_explanation(mapped, report, result)
 
-    return explained
+    return run_and_explain
 
 
 @dataclass(frozen=True)
@@ -109,40 +109,40 @@ class Explanation:
     again: tuple[tuple[str, int], ...]
     replay: str
     measured: str
-    scalar: tuple[Place, ...]
+    scalar: tuple[SourceLine, ...]
 
-    def _again(self) -> list[tuple[str, str]]:
-        return [(name, explain_plot.counted(n, "time")) for name, n in self.again]
+    def _list_reruns(self) -> list[tuple[str, str]]:
+        return [(name, explain_plot.format_count(n, "time")) for name, n in self.again]
 
-    def _scalar(self) -> list[tuple[str, str, str]]:
+    def _list_scalar_lines(self) -> list[tuple[str, str, str]]:
         how = "otherwise for one example after another"
         return [(place.near(), place.text(), how) for place in self.scalar]
 
     def __str__(self) -> str:
-        parts = [f"{self.call}: {explain_plot.counted(self.examples, 'example')}"]
+        parts = [f"{self.call}: {explain_plot.format_count(self.examples, 'example')}"]
         for title, rows in (
-            ("how it ran", [(way,) for way in _times(self.ways)]),
-            ("where examples parted", _partings(self.partings)),
-            ("how many took each step", _steps(self.steps)),
+            ("how it ran", [(way,) for way in _count_repeats(self.ways)]),
+            ("where examples parted", _list_divergences(self.partings)),
+            ("how many took each step", _list_steps(self.steps)),
             ("converted", [(f.name, f.place) for f in self.converted]),
             ("not converted, so run once for each group", [tuple(f) for f in self.refused]),
-            ("parted inside, as it is, and ran again for each group", self._again()),
-            ("of Python's own values alone", self._scalar()),
+            ("parted inside, as it is, and ran again for each group", self._list_reruns()),
+            ("of Python's own values alone", self._list_scalar_lines()),
             ("replayed", [(self.replay,)] if self.replay else []),
             ("how such calls run", [(self.measured,)] if self.measured else []),
         ):
             if rows:
-                parts.append(f"{title}\n{columns(rows)}")
+                parts.append(f"{title}\n{format_columns(rows)}")
         return "\n\n".join(parts)
 
     def plot(self, path: Any = None) -> Any:
         """Plot examples over steps, one colour per line of code, as a figure or into a file."""
-        size = explain_plot.counted(self.examples, "example")
+        size = explain_plot.format_count(self.examples, "example")
         title = f"{self.call}: {size}\n{self.ways[-1]}"
-        return explain_plot.draw(title, self.examples, self.steps, path)
+        return explain_plot.draw_explanation(title, self.examples, self.steps, path)
 
 
-def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
+def _make_explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
     func, size = report.call or (mapped, 0)
     return Explanation(
         f"vmap({name_of(func)})",
@@ -156,18 +156,18 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
         tuple(report.refused.values()),
         tuple(report.again.items()),
         vars(mapped)["__forall_told__"]() if config.now.replay else "",
-        loop_or_batch.describe_choice(loop_or_batch.code_of(func), size),
+        loop_or_batch.describe_choice(loop_or_batch.find_code(func), size),
         tuple(sorted(report.scalar)),
     )
 
 
-def _times(ways: tuple[str, ...]) -> list[str]:
+def _count_repeats(ways: tuple[str, ...]) -> list[str]:
     """Return each way that a call ran once, with how many chunks ran so."""
     return [way if n == 1 else f"{way} ({n} times)" for way, n in Counter(ways).items()]
 
 
-def _partings(partings: tuple[Parting, ...]) -> list[tuple[str, ...]]:
-    found: dict[tuple[Place, str], list[tuple[int, ...]]] = {}
+def _list_divergences(partings: tuple[Parting, ...]) -> list[tuple[str, ...]]:
+    found: dict[tuple[SourceLine, str], list[tuple[int, ...]]] = {}
     for p in partings:
         found.setdefault((p.place, p.construct), []).append(p.sizes)
     return [
@@ -175,21 +175,21 @@ def _partings(partings: tuple[Parting, ...]) -> list[tuple[str, ...]]:
             place.near(),
             place.text(),
             construct,
-            explain_plot.counted(len(times), "time"),
-            f"groups of {spread([n for sizes in times for n in sizes])}",
+            explain_plot.format_count(len(times), "time"),
+            f"groups of {format_range([n for sizes in times for n in sizes])}",
         )
         for (place, construct), times in sorted(found.items())
     ]
 
 
-def _steps(steps: tuple[Step, ...]) -> list[tuple[str, ...]]:
-    found: dict[Place, list[int]] = {}
+def _list_steps(steps: tuple[Step, ...]) -> list[tuple[str, ...]]:
+    found: dict[SourceLine, list[int]] = {}
     for step in steps:
         found.setdefault(step.place, []).append(len(step.examples))
-    return [(place.near(), _row(sizes)) for place, sizes in sorted(found.items())]
+    return [(place.near(), _format_run_lengths(sizes)) for place, sizes in sorted(found.items())]
 
 
-def _row(sizes: list[int]) -> str:
+def _format_run_lengths(sizes: list[int]) -> str:
     """Return numbers in a row; of repeated ones, how often they repeat."""
     runs: list[list[int]] = []
     for n in sizes:
@@ -200,4 +200,4 @@ def _row(sizes: list[int]) -> str:
     shown = [f"{n}" if times == 1 else f"{n} (x{times})" for n, times in runs]
     if len(shown) > 16:
         shown = [*shown[:8], "..", *shown[-7:]]
-    return f"{', '.join(shown)}: {explain_plot.counted(len(sizes), 'step')}"
+    return f"{', '.join(shown)}: {explain_plot.format_count(len(sizes), 'step')}"

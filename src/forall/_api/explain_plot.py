@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forall._core.call_site import Place
+    from forall._core.call_site import SourceLine
     from forall._divergence.report_records import Step
 
 # Colours for the colour-blind (Okabe and Ito, 2008); they repeat from the first.
@@ -19,7 +19,7 @@ COLOURS = (
 NOBODY = "#F2F2F2"
 
 
-def draw(title: str, examples: int, steps: Sequence[Step], path: Any) -> Any:
+def draw_explanation(title: str, examples: int, steps: Sequence[Step], path: Any) -> Any:
     """Return a figure; with a ``path``, write it there and return the path."""
     try:
         from matplotlib import colors, figure
@@ -40,7 +40,7 @@ def draw(title: str, examples: int, steps: Sequence[Step], path: Any) -> Any:
         shades = [NOBODY, *(COLOURS[n % len(COLOURS)] for n in range(len(places)))]
         norm = colors.BoundaryNorm([n - 0.5 for n in range(len(shades) + 1)], len(shades))
         axes.imshow(
-            _table(examples, steps, places),
+            _make_step_table(examples, steps, places),
             cmap=colors.ListedColormap(shades),
             norm=norm,
             aspect="auto",
@@ -49,14 +49,14 @@ def draw(title: str, examples: int, steps: Sequence[Step], path: Any) -> Any:
         )
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
-        _legend(made, places, shades, steps)
+        _add_legend(made, places, shades, steps)
     if path is None:
         return made
     made.savefig(path)
     return path
 
 
-def _table(examples: int, steps: Sequence[Step], places: list[Place]) -> Any:
+def _make_step_table(examples: int, steps: Sequence[Step], places: list[SourceLine]) -> Any:
     """Return a table (examples, steps) of the number of the line, from 1, that examples take."""
     number = {place: n for n, place in enumerate(places, 1)}
     table = torch.zeros((examples, len(steps)), dtype=torch.uint8, device="cpu")
@@ -65,13 +65,16 @@ def _table(examples: int, steps: Sequence[Step], places: list[Place]) -> Any:
     return table.numpy()
 
 
-def _legend(made: Any, places: list[Place], shades: list[str], steps: Sequence[Any]) -> None:
+def _add_legend(
+    made: Any, places: list[SourceLine], shades: list[str], steps: Sequence[Any]
+) -> None:
     from matplotlib.patches import Patch
 
     times = [sum(step.place == place for step in steps) for place in places]
     handles = [
         Patch(
-            color=shade, label=f"{place.near()}   {_clipped(place.text())}   {counted(n, 'step')}"
+            color=shade,
+            label=f"{place.near()}   {_clip_text(place.text())}   {format_count(n, 'step')}",
         )
         for place, shade, n in zip(places, shades[1:], times, strict=True)
     ]
@@ -84,9 +87,9 @@ def _legend(made: Any, places: list[Place], shades: list[str], steps: Sequence[A
     )
 
 
-def counted(n: int, what: str) -> str:
+def format_count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _clipped(text: str) -> str:
+def _clip_text(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."

@@ -12,30 +12,30 @@ from weakref import WeakKeyDictionary
 import torch
 
 from forall._compat import pytree
-from forall._core.errors import columns, kind, short
-from forall._core.levels import deepest, outside, stack
-from forall._vmap.batched_tensor import Batched, wrap
+from forall._core.errors import format_columns, format_short, type_name_of
+from forall._core.levels import find_innermost_of, run_outside, stack
+from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.rule_makers.basic import is_mapped
 from forall._vmap.vmap_level import VmapLevel
 
 _Function = torch.autograd.Function
 
 
-class VmapInfo(NamedTuple):
+class FunctionVmapInfo(NamedTuple):
     """The facts about the enclosing `vmap` that torch passes to such a rule."""
 
     batch_size: int
     randomness: str
 
 
-def by_own_rule(cls: Any, args: tuple) -> Any:
+def find_batched_form(cls: Any, args: tuple) -> Any:
     """Return ``cls``, or its form for batched values if it has a rule for these arguments."""
-    if not has_own_rule(cls) or _level_of(args) is None:
+    if not has_vmap_method(cls) or _find_level(args) is None:
         return cls
     found = _forms.get(cls)
     if found is None:
         found = _forms[cls] = type(
-            cls.__name__, (cls,), {"forward": staticmethod(_forward_of(cls))}
+            cls.__name__, (cls,), {"forward": staticmethod(_make_forward(cls))}
         )
     return found
 
@@ -43,7 +43,7 @@ def by_own_rule(cls: Any, args: tuple) -> Any:
 _forms: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def has_own_rule(cls: Any) -> bool:
+def has_vmap_method(cls: Any) -> bool:
     """True if ``cls`` has a ``vmap`` of its own, and a ``setup_context``, which torch requires."""
     return (
         cls.vmap is not _Function.vmap
@@ -52,60 +52,60 @@ def has_own_rule(cls: Any) -> bool:
     )
 
 
-def _level_of(args: tuple) -> VmapLevel | None:
+def _find_level(args: tuple) -> VmapLevel | None:
     """Return the innermost level of these arguments, if all its examples run as one."""
-    level = deepest(args)
+    level = find_innermost_of(args)
     if not isinstance(level, VmapLevel) or level.records_values:
         return None
     if stack.parted or level.root is not level:
         return None
-    leaves = pytree.leaves(args)
+    leaves = pytree.get_leaves(args)
     return level if any(is_mapped(a, level) for a in leaves) else None
 
 
-def _forward_of(cls: Any) -> Any:
+def _make_forward(cls: Any) -> Any:
     def forward(*args: Any) -> Any:
-        level = _level_of(args)
+        level = _find_level(args)
         if level is None:  # the examples have diverged since
             return cls.forward(*args)
 
         leaves, spec = pytree.flatten(args)
         axes = [a.axis if is_mapped(a, level) else None for a in leaves]
-        own = [a.value if type(a) is Batched and a.level is level else a for a in leaves]
+        own = [a.value if type(a) is BatchedTensor and a.level is level else a for a in leaves]
         in_dims, stacks = pytree.unflatten(axes, spec), pytree.unflatten(own, spec)
-        with outside(level):
-            given = cls.vmap(VmapInfo(level.size, level.randomness), in_dims, *stacks)
+        with run_outside(level):
+            given = cls.vmap(FunctionVmapInfo(level.size, level.randomness), in_dims, *stacks)
         if not isinstance(given, tuple) or len(given) != 2:
             raise RuntimeError(
                 f"{cls.__name__}.vmap: returns the outputs and their out_dims.\n"
-                f"{columns([('returned', short(given), kind(given))])}\n"
+                f"{format_columns([('returned', format_short(given), type_name_of(given))])}\n"
                 "Return (outputs, out_dims), with an int or None for each output."
             )
         known = {id(s): a for s, a in zip(own, leaves, strict=True) if isinstance(a, torch.Tensor)}
-        return _examples(cls, *given, level, known)
+        return _wrap_outputs(cls, *given, level, known)
 
     return forward
 
 
-def _examples(cls: Any, out: Any, out_dims: Any, level: VmapLevel, own: dict[int, Any]) -> Any:
+def _wrap_outputs(cls: Any, out: Any, out_dims: Any, level: VmapLevel, own: dict[int, Any]) -> Any:
     """Return outputs as values of the level; the batched value of an argument is that argument."""
     if isinstance(out, (tuple, list)):
         dims = out_dims if isinstance(out_dims, (tuple, list)) else (out_dims,) * len(out)
         if len(dims) != len(out):
             raise RuntimeError(
                 f"{cls.__name__}.vmap: out_dims do not fit the outputs.\n"
-                f"{columns([('out_dims', short(out_dims)), ('outputs', str(len(out)))])}\n"
+                f"{format_columns([('out_dims', format_short(out_dims)), ('outputs', str(len(out)))])}\n"
                 "Return an int or None for each output."
             )
-        return tuple(_example(o, d, level, own) for o, d in zip(out, dims, strict=True))
+        return tuple(_wrap_output(o, d, level, own) for o, d in zip(out, dims, strict=True))
     if isinstance(out_dims, (tuple, list)) and len(out_dims) == 1:
         (out_dims,) = out_dims
-    return _example(out, out_dims, level, own)
+    return _wrap_output(out, out_dims, level, own)
 
 
-def _example(out: Any, dim: int | None, level: VmapLevel, own: dict[int, Any]) -> Any:
+def _wrap_output(out: Any, dim: int | None, level: VmapLevel, own: dict[int, Any]) -> Any:
     if not isinstance(out, torch.Tensor):
         return out
     if id(out) in own:
         return own[id(out)]
-    return wrap(out, None if dim is None else dim % out.dim(), level)
+    return wrap_stack(out, None if dim is None else dim % out.dim(), level)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import functorch_interop
-from forall._core.errors import columns
+from forall._core.errors import format_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,12 +54,12 @@ def functional_call(
     """
     given = module, parameter_and_buffer_dicts, args, kwargs
     if torch.compiler.is_dynamo_compiling():
-        return functorch_interop.call(
+        return functorch_interop.call_torch_func(
             "functional_call", *given, tie_weights=tie_weights, strict=strict
         )
-    own = _left_by_torch(module)
+    own = _save_slots(module)
     try:
-        return functorch_interop.call(
+        return functorch_interop.call_torch_func(
             "functional_call", *given, tie_weights=tie_weights, strict=strict
         )
     finally:
@@ -67,7 +67,7 @@ def functional_call(
             slots.update(tensors)
 
 
-def _left_by_torch(module: torch.nn.Module) -> list[tuple[dict, dict]]:
+def _save_slots(module: torch.nn.Module) -> list[tuple[dict, dict]]:
     """Return the dicts in which torch may leave the given tensors, with their present entries.
 
     They belong to submodules that have more than one name, and to recurrent ones, which keep a list
@@ -127,32 +127,32 @@ def stack_module_state(
                 [1., 1.]])
     """
     if detach:
-        return functorch_interop.call("stack_module_state", models)
+        return functorch_interop.call_torch_func("stack_module_state", models)
     if not len(models):
         raise RuntimeError(
             "stack_module_state(models): there is no module to stack.\nPass at least one."
         )
-    _alike("class", [type(m).__name__ for m in models], [type(m) for m in models])
-    _alike("mode", ["training" if m.training else "evaluation" for m in models])
+    _check_alike("class", [type(m).__name__ for m in models], [type(m) for m in models])
+    _check_alike("mode", ["training" if m.training else "evaluation" for m in models])
     return (
-        _stacks([dict(m.named_parameters()) for m in models]),
-        _stacks([dict(m.named_buffers()) for m in models]),
+        _stack_by_name([dict(m.named_parameters()) for m in models]),
+        _stack_by_name([dict(m.named_buffers()) for m in models]),
     )
 
 
-def _stacks(tensors: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    _alike("names", [", ".join(t) for t in tensors])
+def _stack_by_name(tensors: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    _check_alike("names", [", ".join(t) for t in tensors])
     for name in tensors[0]:
-        _alike(f"requires_grad of {name}", [str(t[name].requires_grad) for t in tensors])
+        _check_alike(f"requires_grad of {name}", [str(t[name].requires_grad) for t in tensors])
     return {name: torch.stack([t[name] for t in tensors]) for name in tensors[0]}
 
 
-def _alike(what: str, shown: list[str], values: list | None = None) -> None:
+def _check_alike(what: str, shown: list[str], values: list | None = None) -> None:
     values = values or shown
     for i, value in enumerate(values):
         if value != values[0]:
             rows = [("models[0]", shown[0]), (f"models[{i}]", shown[i])]
             raise RuntimeError(
-                f"stack_module_state(models): the modules differ in {what}.\n{columns(rows)}\n"
+                f"stack_module_state(models): the modules differ in {what}.\n{format_columns(rows)}\n"
                 "Only modules that differ in their values alone can run as one."
             )

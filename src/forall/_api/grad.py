@@ -8,13 +8,13 @@ import torch
 
 from forall._api import argument_checks
 from forall._api.argnums import (
-    Arguments,
-    by_torch,
-    called,
-    holomorphic_by_torch,
+    DiffArguments,
+    call_torch_holomorphic,
+    call_torch_transform,
+    describe_call,
 )
-from forall._api.argnums import valued as with_its_value
-from forall._api.execution.auto_replay import replaying, told
+from forall._api.argnums import with_value_as_aux as with_its_value
+from forall._api.execution.auto_replay import collect_options, replay_transform
 from forall._api.typing import (
     A,
     P,
@@ -23,7 +23,7 @@ from forall._api.typing import (
 )
 from forall._autodiff import reverse_mode
 from forall._compat import functorch_interop
-from forall._compat.tensor_subclass import bare
+from forall._compat.tensor_subclass import unwrap_posed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,8 +114,10 @@ def grad(
         >>> grad(f, argnums=1)(w, x)                   # (3,)
         tensor([ 78., 112., 146.])
     """
-    how = told("grad", argnums=argnums, has_aux=has_aux, argnames=argnames, holomorphic=holomorphic)
-    argument_checks.callable_("grad", func)
+    how = collect_options(
+        "grad", argnums=argnums, has_aux=has_aux, argnames=argnames, holomorphic=holomorphic
+    )
+    argument_checks.check_callable("grad", func)
     return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=False)
 
 
@@ -163,14 +165,14 @@ def grad_and_value(
         >>> grad_and_value(f, argnums=1)(w, x)         # (3,), ()
         (tensor([ 78., 112., 146.]), tensor(185.))
     """
-    how = told(
+    how = collect_options(
         "grad_and_value",
         argnums=argnums,
         has_aux=has_aux,
         argnames=argnames,
         holomorphic=holomorphic,
     )
-    argument_checks.callable_("grad_and_value", func)
+    argument_checks.check_callable("grad_and_value", func)
     return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=True)
 
 
@@ -186,7 +188,7 @@ def _grad_and_value(
 ) -> Callable:
     verb = how[0]
 
-    def given_back(tree: Any, value: Any, aux: Any) -> Any:
+    def pack_result(tree: Any, value: Any, aux: Any) -> Any:
         """Return the result of the transform, with the value and aux that were asked for."""
         if valued:
             return tree, (value, aux) if has_aux else value
@@ -195,47 +197,53 @@ def _grad_and_value(
     simple = type(argnums) is int and argnums >= 0
     simple = simple and argnames is None and not has_aux and not holomorphic
 
-    def differentiate_alone(*args: Any) -> Any:
+    def differentiate_by_autograd(*args: Any) -> Any:
         """Return the gradient by torch.autograd, for ordinary tensors without history."""
         x = args[argnums].detach().requires_grad_()
         value = func(*args[:argnums], x, *args[argnums + 1 :])
         if type(value) is not torch.Tensor or value.dim():
-            argument_checks.scalar(called(verb, func, argnums, argnames), value, holomorphic)
+            argument_checks.check_scalar_value(
+                describe_call(verb, func, argnums, argnames), value, holomorphic
+            )
         gradient = None
         if value.requires_grad:
             (gradient,) = torch.autograd.grad(value, x, allow_unused=True)
         if gradient is None:
             gradient = torch.zeros_like(x)
-        return given_back(gradient, value.detach(), None)
+        return pack_result(gradient, value.detach(), None)
 
-    @replaying(func, how, alone=differentiate_alone if simple else None)
+    @replay_transform(func, how, alone=differentiate_by_autograd if simple else None)
     def derivative(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        if functorch_interop.needed():
+        if functorch_interop.must_hand_over():
             if holomorphic:
                 f = with_its_value(verb, func, has_aux)
                 which = (argnums, argnames)
-                found, y = holomorphic_by_torch("jacrev", f, args, kwargs, *which, has_aux=True)
-                return given_back(found, *(y if has_aux else (y, None)))
+                found, y = call_torch_holomorphic("jacrev", f, args, kwargs, *which, has_aux=True)
+                return pack_result(found, *(y if has_aux else (y, None)))
             name = "grad_and_value" if valued else "grad"
-            return by_torch(name, func, args, kwargs, argnums, argnames, has_aux=has_aux)
-        call = called(verb, func, argnums, argnames, holomorphic=holomorphic)
+            return call_torch_transform(
+                name, func, args, kwargs, argnums, argnames, has_aux=has_aux
+            )
+        call = describe_call(verb, func, argnums, argnames, holomorphic=holomorphic)
         outer = torch.is_grad_enabled()
-        with functorch_interop.eagerly(), reverse_mode.recording() as run:
-            given = Arguments(call, args, kwargs, argnums, argnames)
+        with functorch_interop.run_eagerly(), reverse_mode.record_autograd() as run:
+            given = DiffArguments(call, args, kwargs, argnums, argnames)
             if holomorphic:
-                argument_checks.real_or_complex(call, "inputs", given.tensors, holomorphic)
-            variables = reverse_mode.variables(given.tensors)
-            value = given.call(func, reverse_mode.shown(variables, given.tensors))
+                argument_checks.check_real_or_complex(call, "inputs", given.tensors, holomorphic)
+            variables = reverse_mode.make_variables(given.tensors)
+            value = given.call(func, reverse_mode.restore_classes(variables, given.tensors))
             aux = None
             if has_aux:
-                value, aux = argument_checks.with_aux(call, value, "value")
-            argument_checks.scalar(call, value, holomorphic)
-            one = (torch.ones_like(bare(value)),) if holomorphic else None
-            with reverse_mode.tangents_pass():
-                gradients = reverse_mode.gradients((bare(value),), one, variables, closes=run)
+                value, aux = argument_checks.split_aux(call, value, "value")
+            argument_checks.check_scalar_value(call, value, holomorphic)
+            one = (torch.ones_like(unwrap_posed(value)),) if holomorphic else None
+            with reverse_mode.hide_ended_tangents():
+                gradients = reverse_mode.compute_gradients(
+                    (unwrap_posed(value),), one, variables, closes=run
+                )
             if holomorphic:  # the conjugate of df/dz is torch's
                 gradients = [g.conj_physical() for g in gradients]
-        found = given_back(given.shaped(gradients), value, aux)
-        return reverse_mode.closed(found, run, outer)
+        found = pack_result(given.unflatten_results(gradients), value, aux)
+        return reverse_mode.detach_from_run(found, run, outer)
 
     return derivative

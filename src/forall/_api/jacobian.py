@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from forall._api import argument_checks
 from forall._api.argnums import (
-    Arguments,
-    by_torch,
-    called,
-    holomorphic_by_torch,
-    valued,
+    DiffArguments,
+    call_torch_holomorphic,
+    call_torch_transform,
+    describe_call,
+    with_value_as_aux,
 )
-from forall._api.chunk_size import for_torch
-from forall._api.execution.auto_replay import replaying, told
+from forall._api.chunk_size import get_torch_chunk_size
+from forall._api.execution.auto_replay import collect_options, replay_transform
 from forall._api.jacobian_blocks import (
-    Blocks,
-    First,
-    answered,
-    by_columns,
-    by_rows,
+    InnerJacobian,
+    JacobianBlocks,
+    compute_by_columns,
+    compute_by_rows,
+    pack_answer,
 )
 from forall._api.typing import (
     Chunk,
@@ -29,7 +29,7 @@ from forall._api.typing import (
     X,
 )
 from forall._compat import functorch_interop
-from forall._core.errors import Call
+from forall._core.errors import TransformCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,7 +135,7 @@ def jacrev(
                 [1., 1.],
                 [4., 0.]])
     """
-    how = told(
+    how = collect_options(
         "jacrev",
         argnums=argnums,
         argnames=argnames,
@@ -146,19 +146,21 @@ def jacrev(
         _preallocate_and_copy=_preallocate_and_copy,
     )
     del _preallocate_and_copy
-    argument_checks.callable_("jacrev", func)
-    argument_checks.chunk_size("jacrev", chunk_size)
+    argument_checks.check_callable("jacrev", func)
+    argument_checks.check_chunk_size("jacrev", chunk_size)
 
-    def rows(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
-        return by_rows(call, f, given.tensors, has_aux, chunk_size, holomorphic)
+    def rows(
+        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool
+    ) -> JacobianBlocks:
+        return compute_by_rows(call, f, given.tensors, has_aux, chunk_size, holomorphic)
 
     which = (argnums, argnames)
     options = {
         "error": RuntimeError,
-        "chunk_size": for_torch(chunk_size),
+        "chunk_size": get_torch_chunk_size(chunk_size),
         "holomorphic": holomorphic,
     }
-    return derived(how, func, which, has_aux, return_value, rows, **options)
+    return make_jacobian_transform(how, func, which, has_aux, return_value, rows, **options)
 
 
 @overload
@@ -263,7 +265,7 @@ def jacfwd(
                 [1., 1.],
                 [4., 0.]])
     """
-    how = told(
+    how = collect_options(
         "jacfwd",
         argnums=argnums,
         has_aux=has_aux,
@@ -273,16 +275,18 @@ def jacfwd(
         chunk_size=chunk_size,
         holomorphic=holomorphic,
     )
-    argument_checks.callable_("jacfwd", func)
-    argument_checks.randomness("jacfwd", randomness)
-    argument_checks.chunk_size("jacfwd", chunk_size)
+    argument_checks.check_callable("jacfwd", func)
+    argument_checks.check_randomness("jacfwd", randomness)
+    argument_checks.check_chunk_size("jacfwd", chunk_size)
 
-    def columns(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
-        return by_columns(call, f, given, has_aux, randomness, chunk_size, holomorphic)
+    def columns(
+        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool
+    ) -> JacobianBlocks:
+        return compute_by_columns(call, f, given, has_aux, randomness, chunk_size, holomorphic)
 
     which = (argnums, argnames)
     options = {"error": ValueError, "randomness": randomness, "holomorphic": holomorphic}
-    return derived(how, func, which, has_aux, return_value, columns, **options)
+    return make_jacobian_transform(how, func, which, has_aux, return_value, columns, **options)
 
 
 @overload
@@ -383,7 +387,7 @@ def hessian(
                 [[2., 0.],
                  [0., 0.]]])
     """
-    how = told(
+    how = collect_options(
         "hessian",
         argnums=argnums,
         argnames=argnames,
@@ -392,27 +396,33 @@ def hessian(
         chunk_size=chunk_size,
         holomorphic=holomorphic,
     )
-    argument_checks.callable_("hessian", func)
-    argument_checks.chunk_size("hessian", chunk_size)
+    argument_checks.check_callable("hessian", func)
+    argument_checks.check_chunk_size("hessian", chunk_size)
 
-    @replaying(func, how)
+    @replay_transform(func, how)
     def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        if functorch_interop.needed():
-            by = holomorphic_by_torch if holomorphic else by_torch
+        if functorch_interop.must_hand_over():
+            by = call_torch_holomorphic if holomorphic else call_torch_transform
             return _hessian_by_torch(
                 by, func, argnums, argnames, has_aux, return_value, args, kwargs
             )
-        call = called("hessian", func, argnums, argnames, holomorphic=holomorphic)
+        call = describe_call("hessian", func, argnums, argnames, holomorphic=holomorphic)
         which = (argnums, argnames)
-        first = First(call, func, args, kwargs, which, has_aux, chunk_size, holomorphic=holomorphic)
+        first = InnerJacobian(
+            call, func, args, kwargs, which, has_aux, chunk_size, holomorphic=holomorphic
+        )
         given = first.given
 
-        def beside(*xs: Any) -> Any:
+        def jacobian_as_aux(*xs: Any) -> Any:
             j, y = first(*xs)
             return j, (j, y)
 
-        found = by_columns(call, beside, given, True, "error", chunk_size, holomorphic)
-        columns = [given.shaped(c) for c in found.blocks]  # for each output and input of `first`
+        found = compute_by_columns(
+            call, jacobian_as_aux, given, True, "error", chunk_size, holomorphic
+        )
+        columns = [
+            given.unflatten_results(c) for c in found.blocks
+        ]  # for each output and input of `first`
         n = len(given.tensors)
         h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
         return first.answer(h, *found.aux, return_value)
@@ -420,13 +430,13 @@ def hessian(
     return second
 
 
-def derived(
+def make_jacobian_transform(
     how: tuple,  # the transform's name and options
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
     return_value: bool,
-    sweep: Callable[..., Blocks],
+    sweep: Callable[..., JacobianBlocks],
     error: type[Exception],
     torchs: str | None = None,  # the transform of torch.func that does the same
     *,
@@ -436,16 +446,16 @@ def derived(
     """Return a transform: the tree of the blocks that ``sweep`` computes, and the value or aux."""
     verb, beside = how[0], has_aux or return_value
 
-    @replaying(func, how)
+    @replay_transform(func, how)
     def jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        f = valued(verb, func, has_aux) if return_value else func
-        if functorch_interop.needed():
-            by = holomorphic_by_torch if holomorphic else by_torch
+        f = with_value_as_aux(verb, func, has_aux) if return_value else func
+        if functorch_interop.must_hand_over():
+            by = call_torch_holomorphic if holomorphic else call_torch_transform
             return by(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
-        call = called(verb, func, *which, holomorphic=holomorphic)
-        given = Arguments(call, args, kwargs, *which, error)
+        call = describe_call(verb, func, *which, holomorphic=holomorphic)
+        given = DiffArguments(call, args, kwargs, *which, error)
         found = sweep(call, lambda *xs: given.call(f, xs), given, beside)
-        tree = found.tree(given.shaped)
+        tree = found.tree(given.unflatten_results)
         return (tree, found.aux) if beside else tree
 
     return jacobian
@@ -462,10 +472,10 @@ def _hessian_by_torch(
     kwargs: dict,
 ) -> Any:
     @functools.wraps(func, updated=())  # argnames asks it for names
-    def first(*args: Any, **kwargs: Any) -> Any:
-        f = valued("hessian", func, has_aux)
+    def jacobian_as_value(*args: Any, **kwargs: Any) -> Any:
+        f = with_value_as_aux("hessian", func, has_aux)
         j, y = by("jacrev", f, args, kwargs, argnums, argnames, has_aux=True)
         return j, (j, y)
 
-    h, (j, y) = by("jacfwd", first, args, kwargs, argnums, argnames, has_aux=True)
-    return answered(h, j, y, has_aux, return_value)
+    h, (j, y) = by("jacfwd", jacobian_as_value, args, kwargs, argnums, argnames, has_aux=True)
+    return pack_answer(h, j, y, has_aux, return_value)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from forall._api import argument_checks
-from forall._api.chunk_size import for_torch
-from forall._api.execution.auto_replay import told
-from forall._api.jacobian import derived
-from forall._api.jacobian_mode import by_fewer
+from forall._api.chunk_size import get_torch_chunk_size
+from forall._api.execution.auto_replay import collect_options
+from forall._api.jacobian import make_jacobian_transform
+from forall._api.jacobian_mode import compute_by_fewer
 from forall._api.typing import (
     Chunk,
     P,
@@ -19,9 +19,9 @@ from forall._api.typing import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._api.argnums import Arguments
-    from forall._api.jacobian_blocks import Blocks
-    from forall._core.errors import Call
+    from forall._api.argnums import DiffArguments
+    from forall._api.jacobian_blocks import JacobianBlocks
+    from forall._core.errors import TransformCall
 
 
 @overload
@@ -116,7 +116,7 @@ def jacobian(
                 [4., 0.],
                 [3., 2.]])
     """
-    how = told(
+    how = collect_options(
         "jacobian",
         argnums=argnums,
         argnames=argnames,
@@ -125,17 +125,19 @@ def jacobian(
         chunk_size=chunk_size,
         holomorphic=holomorphic,
     )
-    argument_checks.callable_("jacobian", func)
-    argument_checks.chunk_size("jacobian", chunk_size)
+    argument_checks.check_callable("jacobian", func)
+    argument_checks.check_chunk_size("jacobian", chunk_size)
 
-    def fewer(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
-        return by_fewer(call, f, given.tensors, has_aux, chunk_size, holomorphic)
+    def sweep_fewer(
+        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool
+    ) -> JacobianBlocks:
+        return compute_by_fewer(call, f, given.tensors, has_aux, chunk_size, holomorphic)
 
     options = {
         "error": RuntimeError,
         "torchs": "jacrev",
-        "chunk_size": for_torch(chunk_size),
+        "chunk_size": get_torch_chunk_size(chunk_size),
         "holomorphic": holomorphic,
     }
     which = (argnums, argnames)
-    return derived(how, func, which, has_aux, return_value, fewer, **options)
+    return make_jacobian_transform(how, func, which, has_aux, return_value, sweep_fewer, **options)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._api import argument_checks
-from forall._api.argnums import Arguments, valued
-from forall._api.execution.chunked_map import each
-from forall._api.jvp import push
-from forall._api.vjp import Pullback, pullback
+from forall._api.argnums import DiffArguments, with_value_as_aux
+from forall._api.execution.chunked_map import run_each_chunk
+from forall._api.jvp import push_forward
+from forall._api.vjp import GraphPullback, record_pullback
 from forall._api.vmap import vmap
 from forall._autodiff import standard_basis
 from forall._compat import functorch_interop, pytree
-from forall._compat.private_api import set_version, version
-from forall._core.errors import Call, columns, short
+from forall._compat.private_api import get_version, set_version
+from forall._core.errors import TransformCall, format_columns, format_short
 from forall._core.levels import top
 from forall._vmap import boundary
-from forall._vmap.mutation.mutation_log import marks_of
-from forall._vmap.randomness import one_draw
+from forall._vmap.mutation.mutation_log import take_log_snapshots
+from forall._vmap.randomness import get_direction_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forall._api.typing import Chunk
 
 
-class Blocks(NamedTuple):
+class JacobianBlocks(NamedTuple):
     """Derivatives: ``blocks[o][i]`` is that of output o with respect to input i."""
 
     blocks: list[list[torch.Tensor]]
@@ -38,19 +38,19 @@ class Blocks(NamedTuple):
     aux: Any
 
     def tree(self, shaped: Callable[[list], Any]) -> Any:
-        """Return the output's tree, with a tree like the inputs (see `Moved.shaped`) at leaves."""
+        """Return the output's tree, with a tree like the inputs (see `DiffLeaves.shaped`) at leaves."""
         return pytree.unflatten([shaped(row) for row in self.blocks], self.spec)
 
 
-class First:
+class InnerJacobian:
     """The Jacobian at a call's arguments, as a function of the differentiated tensors.
 
-    It returns ``blocks[o][i]`` (see `Blocks`), and the value of the user's function as its aux.
+    It returns ``blocks[o][i]`` (see `JacobianBlocks`), and the value of the user's function as its aux.
     """
 
     def __init__(
         self,
-        call: Call,
+        call: TransformCall,
         func: Callable,
         args: tuple,
         kwargs: dict,
@@ -62,40 +62,44 @@ class First:
     ) -> None:
         self.call = call
         self.holomorphic = holomorphic
-        self.func = valued(call.verb, func, has_aux)
-        self.given = Arguments(call, args, kwargs, *which, ValueError)
+        self.func = with_value_as_aux(call.verb, func, has_aux)
+        self.given = DiffArguments(call, args, kwargs, *which, ValueError)
         self.has_aux = has_aux
         self.chunk = chunk
         self.spec: Any = None
 
     def __call__(self, *xs: torch.Tensor) -> tuple[list, Any]:
-        if functorch_interop.needed():
+        if functorch_interop.must_hand_over():
             found = self._by_torch(xs)
         else:
-            found = by_rows(self.call, self._value, list(xs), True, self.chunk, self.holomorphic)
+            found = compute_by_rows(
+                self.call, self._value, list(xs), True, self.chunk, self.holomorphic
+            )
         self.spec = found.spec
         return found.blocks, found.aux
 
     def _value(self, *xs: torch.Tensor) -> Any:
         return self.given.call(self.func, xs)
 
-    def _by_torch(self, xs: tuple) -> Blocks:
+    def _by_torch(self, xs: tuple) -> JacobianBlocks:
         n = len(xs)
-        jacobian = functorch_interop.call("jacrev", self._value, tuple(range(n)), has_aux=True)
+        jacobian = functorch_interop.call_torch_func(
+            "jacrev", self._value, tuple(range(n)), has_aux=True
+        )
         found, y = jacobian(*xs)
-        flat = pytree.leaves(found)
+        flat = pytree.get_leaves(found)
         _, spec = pytree.flatten(y[0] if self.has_aux else y)
-        return Blocks([flat[i : i + n] for i in range(0, len(flat), n)], spec, y)
+        return JacobianBlocks([flat[i : i + n] for i in range(0, len(flat), n)], spec, y)
 
     def tree(self, blocks: list) -> Any:
-        return Blocks(blocks, self.spec, None).tree(self.given.shaped)
+        return JacobianBlocks(blocks, self.spec, None).tree(self.given.unflatten_results)
 
     def answer(self, result: Any, j: list, y: Any, return_value: bool) -> Any:
         """Return ``result`` with the value, Jacobian and aux that were asked for."""
-        return answered(result, self.tree(j), y, self.has_aux, return_value)
+        return pack_answer(result, self.tree(j), y, self.has_aux, return_value)
 
 
-def answered(result: Any, jacobian: Any, y: Any, has_aux: bool, return_value: bool) -> Any:
+def pack_answer(result: Any, jacobian: Any, y: Any, has_aux: bool, return_value: bool) -> Any:
     """Return a second derivative with the Jacobian, value and aux that were asked for.
 
     With has_aux, ``y`` is the value and the aux.
@@ -105,40 +109,46 @@ def answered(result: Any, jacobian: Any, y: Any, has_aux: bool, return_value: bo
     return (result, y[1]) if has_aux else result
 
 
-def moved(call: Call, xs: list[torch.Tensor], holomorphic: bool | None) -> list[torch.Tensor]:
+def check_jacobian_inputs(
+    call: TransformCall, xs: list[torch.Tensor], holomorphic: bool | None
+) -> list[torch.Tensor]:
     """Check that the inputs of a Jacobian are real, or complex if it is holomorphic."""
-    argument_checks.real_or_complex(call, "inputs", xs, holomorphic)
+    argument_checks.check_real_or_complex(call, "inputs", xs, holomorphic)
     for x in xs:
-        boundary.refuse_torchs(x)
+        boundary.refuse_torch_transforms(x)
     return xs
 
 
-def by_rows(
-    call: Call,
+def compute_by_rows(
+    call: TransformCall,
     func: Callable,
     xs: list[torch.Tensor],
     has_aux: bool,
     chunk: Chunk,
     holomorphic: bool | None,
-) -> Blocks:
+) -> JacobianBlocks:
     """Compute a Jacobian in reverse mode: pull back every number of the outputs."""
-    pull, _, aux = pullback(call, func, tuple(moved(call, xs, holomorphic)), has_aux)
-    argument_checks.real_or_complex(call, "outputs", pull.outputs, holomorphic)
-    return Blocks(rows_of(pull, chunk, holomorphic), pull.out_spec, aux)
+    pull, _, aux = record_pullback(
+        call, func, tuple(check_jacobian_inputs(call, xs, holomorphic)), has_aux
+    )
+    argument_checks.check_real_or_complex(call, "outputs", pull.outputs, holomorphic)
+    return JacobianBlocks(compute_rows(pull, chunk, holomorphic), pull.out_spec, aux)
 
 
-def rows_of(pull: Pullback, chunk: Chunk, holomorphic: bool | None) -> list[list[torch.Tensor]]:
+def compute_rows(
+    pull: GraphPullback, chunk: Chunk, holomorphic: bool | None
+) -> list[list[torch.Tensor]]:
     """Return blocks ``[o][i]`` of shape (*O, *I), by rows.
 
     torch's backward multiplies a cotangent by the conjugate of df/dz.
     """
-    blocks = blocks_of(pull, chunk)
+    blocks = compute_blocks(pull, chunk)
     return [[b.conj_physical() for b in row] for row in blocks] if holomorphic else blocks
 
 
-def blocks_of(pull: Pullback, chunk: Chunk) -> list[list[torch.Tensor]]:
+def compute_blocks(pull: GraphPullback, chunk: Chunk) -> list[list[torch.Tensor]]:
     """Return blocks ``[o][i]`` of shape (*O, *I), by rows."""
-    stacks = _rows(pull, chunk)
+    stacks = _pull_back_basis(pull, chunk)
     first, blocks = 0, []
     for y in pull.outputs:
         n = y.numel()
@@ -147,33 +157,35 @@ def blocks_of(pull: Pullback, chunk: Chunk) -> list[list[torch.Tensor]]:
     return blocks
 
 
-def _rows(pull: Pullback, chunk: Chunk) -> list[torch.Tensor]:
+def _pull_back_basis(pull: GraphPullback, chunk: Chunk) -> list[torch.Tensor]:
     """Return (N, *I) for each input: the pull-backs of all N directions of the outputs together."""
     total = sum(y.numel() for y in pull.outputs)
     if not total:
         return [torch.zeros(0, *x.shape, dtype=x.dtype, device=x.device) for x in pull.own]
     if total == 1:  # a scalar function's only row is its gradient
-        cots = [c.squeeze(0) for c in standard_basis.rows(pull.outputs, 0, 1)]
-        return [g.unsqueeze(0) for g in pull.at(top(), cots)]
+        cots = [c.squeeze(0) for c in standard_basis.make_basis_rows(pull.outputs, 0, 1)]
+        return [g.unsqueeze(0) for g in pull.pull_back_at(top(), cots)]
 
     def some(numbers: range) -> list[torch.Tensor]:
-        return pull.stacked(standard_basis.rows(pull.outputs, numbers.start, numbers.stop), top())
+        return pull.pull_back_stacked(
+            standard_basis.make_basis_rows(pull.outputs, numbers.start, numbers.stop), top()
+        )
 
-    parts = [*each(some, total, chunk, pull.own, "row")]
+    parts = [*run_each_chunk(some, total, chunk, pull.own, "row")]
     return parts[0] if len(parts) == 1 else [torch.cat(p) for p in zip(*parts, strict=True)]
 
 
-def by_columns(
-    call: Call,
+def compute_by_columns(
+    call: TransformCall,
     func: Callable,
-    given: Arguments,
+    given: DiffArguments,
     has_aux: bool,
     randomness: str,
     chunk: Chunk,
     holomorphic: bool | None,
-) -> Blocks:
+) -> JacobianBlocks:
     """Compute a Jacobian in forward mode: push forward every number of the inputs."""
-    xs, beside = moved(call, given.tensors, holomorphic), given.beside()
+    xs, beside = check_jacobian_inputs(call, given.tensors, holomorphic), given.find_other_tensors()
     specs: list[Any] = []
     first = _FirstRun(call, xs, beside)
 
@@ -181,9 +193,9 @@ def by_columns(
         level: Any = top()
         if chunk is not None:
             first.begin(level)
-        level.examples_are_of_one_call(first=chunk is not None or not specs)
+        level.count_as_one_call(first=chunk is not None or not specs)
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
-        value, tangent, *aux = push(
+        value, tangent, *aux = push_forward(
             call,
             func,
             tuple(xs),
@@ -194,26 +206,32 @@ def by_columns(
             written=written,
         )
         first.note(written)
-        argument_checks.real_or_complex(call, "outputs", pytree.leaves(value), holomorphic)
+        argument_checks.check_real_or_complex(
+            call, "outputs", pytree.get_leaves(value), holomorphic
+        )
         leaves, spec = pytree.flatten(tangent)
         specs.append(spec)
         return leaves, aux, [value for _, value in written]
 
-    directions = standard_basis.rows(xs, 0, sum(x.numel() for x in xs))
-    push_all = vmap(column, 0, (-1, None, None), one_draw(randomness), chunk_size=chunk)
+    directions = standard_basis.make_basis_rows(xs, 0, sum(x.numel() for x in xs))
+    push_all = vmap(column, 0, (-1, None, None), get_direction_flag(randomness), chunk_size=chunk)
     try:
         stacks, aux, values = push_all(*directions)
         for target, value in zip(first.written or (), values, strict=True):
             _give_history(target, value)
     finally:
         first.forget()  # else a reference cycle through torch's graph may hold this function
-    return Blocks([_split(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None)
+    return JacobianBlocks(
+        [_split_inputs(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None
+    )
 
 
 class _FirstRun:
     """The run of the first chunk of directions: its writes, and older memory as it was before."""
 
-    def __init__(self, call: Call, xs: list[torch.Tensor], beside: list[torch.Tensor]) -> None:
+    def __init__(
+        self, call: TransformCall, xs: list[torch.Tensor], beside: list[torch.Tensor]
+    ) -> None:
         self.call, self.xs, self.beside = call, xs, beside
         self.before: Any = None
         self.marks: list[tuple[Any, tuple]] = []
@@ -224,7 +242,7 @@ class _FirstRun:
         if self.before is not None:
             self.undo()
             return
-        self.before, self.marks = level.ledger.before, marks_of(level.parent)
+        self.before, self.marks = level.mutation_log.before, take_log_snapshots(level.parent)
         for x in (*self.xs, *self.beside):
             if not x.requires_grad:
                 self.before.keep_history(x)
@@ -237,12 +255,12 @@ class _FirstRun:
                 raise RuntimeError(
                     f"{self.call}: with a chunk_size, the function writes into the argument that "
                     "it is differentiated in, and a derivative is taken outside of it.\n"
-                    f"{columns([('written to', short(t))])}\n"
+                    f"{format_columns([('written to', format_short(t))])}\n"
                     "Clone the argument inside the function (.clone()), or leave out chunk_size."
                 )
         self.before.undo()
         for ledger, mark in self.marks:
-            ledger.back_to(mark)
+            ledger.restore_snapshot(mark)
 
     def note(self, written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Keep the arguments that the first run has written to."""
@@ -257,12 +275,12 @@ class _FirstRun:
 def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
     """Give the target the history of a value that it holds, written there below autograd."""
     if value.requires_grad:
-        number = version(target)
+        number = get_version(target)
         target.copy_(value)
         set_version(target, number)
 
 
-def _split(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
+def _split_inputs(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
     """Split (*O, N), where N counts the numbers of all ``xs`` together, into (*O, *I) for each."""
     parts = stack.split([x.numel() for x in xs], -1)
     return [p.reshape((*stack.shape[:-1], *x.shape)) for p, x in zip(parts, xs, strict=True)]

@@ -10,14 +10,14 @@ from torch.overrides import TorchFunctionMode
 
 from forall._api import argument_checks
 from forall._api.jacobian_blocks import (
-    Blocks,
-    blocks_of,
-    moved,
-    rows_of,
+    JacobianBlocks,
+    check_jacobian_inputs,
+    compute_blocks,
+    compute_rows,
 )
-from forall._api.vjp import Pullback, pullback
+from forall._api.vjp import GraphPullback, record_pullback
 from forall._autodiff import reverse_mode
-from forall._compat.autograd_graph import nodes
+from forall._compat.autograd_graph import iterate_nodes
 from forall._compat.dispatch_state import functions_off
 from forall._compat.storage import is_out_of_memory
 from forall._core.levels import top
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._api.typing import Chunk
-    from forall._core.errors import Call
+    from forall._core.errors import TransformCall
 
 
-class Hooks(TorchFunctionMode):
+class HookDetector(TorchFunctionMode):
     """A function mode that notes whether a hook is registered: hooks may change a cotangent."""
 
     seen = False
@@ -44,38 +44,40 @@ class Hooks(TorchFunctionMode):
 _HOOKED = {torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__}
 
 
-def by_fewer(
-    call: Call,
+def compute_by_fewer(
+    call: TransformCall,
     func: Callable,
     xs: list[torch.Tensor],
     has_aux: bool,
     chunk: Chunk,
     holomorphic: bool,
-) -> Blocks:
+) -> JacobianBlocks:
     """Pull back every number of the outputs, or push forward those of the inputs if they are fewer.
 
     ``func`` has run by the time that its outputs can be counted. A pull-back is linear in the
     cotangents, so its own pull-back is the push-forward, which costs about twice as much.
     """
-    hooks = Hooks()
+    hooks = HookDetector()
 
-    def watched(*xs: torch.Tensor) -> Any:
+    def call_watching_hooks(*xs: torch.Tensor) -> Any:
         with hooks:
             return func(*xs)
 
-    pull, _, aux = pullback(call, watched, tuple(moved(call, xs, holomorphic)), has_aux)
-    argument_checks.real_or_complex(call, "outputs", pull.outputs, holomorphic)
+    pull, _, aux = record_pullback(
+        call, call_watching_hooks, tuple(check_jacobian_inputs(call, xs, holomorphic)), has_aux
+    )
+    argument_checks.check_real_or_complex(call, "outputs", pull.outputs, holomorphic)
     few = 2 * sum(x.numel() for x in xs) < sum(y.numel() for y in pull.outputs)
-    pushes = few and not hooks.seen and _is_torchs(pull)
-    found = _pushed(call, pull, xs, chunk) if pushes else None
-    return Blocks(found or rows_of(pull, chunk, holomorphic), pull.out_spec, aux)
+    pushes = few and not hooks.seen and _can_pull_back_twice(pull)
+    found = _push_columns(call, pull, xs, chunk) if pushes else None
+    return JacobianBlocks(found or compute_rows(pull, chunk, holomorphic), pull.out_spec, aux)
 
 
 # The nodes of torch's own operators; the name of a Function's node has no number.
 _TORCHS = re.compile(r".*Backward\d+|AccumulateGrad|CopySlices|CopyBackwards")
 
 
-def _is_torchs(pull: Pullback) -> bool:
+def _can_pull_back_twice(pull: GraphPullback) -> bool:
     """Return True if a graph can be pulled back twice, and no third pass is possible.
 
     The backward of a Function need not be differentiable. A third pass lacks terms in torch.
@@ -85,25 +87,28 @@ def _is_torchs(pull: Pullback) -> bool:
             return False
         if torch.is_grad_enabled() and reverse_mode.leads_outside(pull.outputs, pull.run):
             return False
-        return all(_TORCHS.fullmatch(type(n).__name__) for n in nodes(pull.outputs))
+        return all(_TORCHS.fullmatch(type(n).__name__) for n in iterate_nodes(pull.outputs))
 
 
-def _pushed(call: Call, pull: Pullback, xs: list, chunk: Chunk) -> list | None:
+def _push_columns(call: TransformCall, pull: GraphPullback, xs: list, chunk: Chunk) -> list | None:
     """Return ``[o][i]`` of shape (*O, *I), by columns; None where torch has no second backward."""
     cots = tuple(map(torch.zeros_like, pull.outputs))
     try:
-        push, *_ = pullback(call, lambda *cots: tuple(pull.at(top(), [*cots])), cots, False)
-        columns = blocks_of(push, chunk)  # [i][o], of shape (*I, *O)
+        push, *_ = record_pullback(
+            call, lambda *cots: tuple(pull.pull_back_at(top(), [*cots])), cots, False
+        )
+        columns = compute_blocks(push, chunk)  # [i][o], of shape (*I, *O)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         return None
     return [
-        [_turned(c[o], x.dim()) for c, x in zip(columns, xs, strict=True)] for o in range(len(cots))
+        [_move_outputs_first(c[o], x.dim()) for c, x in zip(columns, xs, strict=True)]
+        for o in range(len(cots))
     ]
 
 
-def _turned(block: torch.Tensor, n: int) -> torch.Tensor:
+def _move_outputs_first(block: torch.Tensor, n: int) -> torch.Tensor:
     """Return a block (*I, *O) as (*O, *I), with n dims in I."""
     with functions_off():
         return block.permute([*range(n, block.dim()), *range(n)]).detach().contiguous()

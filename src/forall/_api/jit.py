@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks
-from forall._core.errors import Call
+from forall._core.errors import TransformCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from forall._api.typing import Jitted, P, R
-    from forall._jit.cache.call_cache import Kinds
+    from forall._jit.cache.call_cache import JitCache
 
 
 def jit(
@@ -121,37 +121,37 @@ def jit(
             v8 = mul.Tensor(v7, v1)            float32[2, 2]
             return v8
     """
-    argument_checks.callable_("jit", func)
+    argument_checks.check_callable("jit", func)
     if is_dynamo_compiling():
         return cast("Jitted[P, R]", func)  # the compiler of the outer function traces it too
-    kinds = _kinds(func, static_argnums, static_argnames, backend, fastmath)
+    kinds = _make_kinds(func, static_argnums, static_argnames, backend, fastmath)
 
     @functools.wraps(func, updated=())
-    def jitted(*args: Any, **kwargs: Any) -> Any:
+    def run_jitted(*args: Any, **kwargs: Any) -> Any:
         return kinds.run(args, kwargs)
 
-    jitted.cache_info = kinds.info
-    jitted.cache_clear = kinds.clear
-    jitted.kinds = kinds.listed
-    return cast("Jitted[P, R]", jitted)
+    run_jitted.cache_info = kinds.read_counts
+    run_jitted.cache_clear = kinds.clear
+    run_jitted.kinds = kinds.list_kinds
+    return cast("Jitted[P, R]", run_jitted)
 
 
-def _kinds(func: Callable, *how: Any) -> Kinds:
+def _make_kinds(func: Callable, *how: Any) -> JitCache:
     # Importing these takes a tenth of `import forall`, and many programs never use `jit`.
-    from forall._jit.cache.call_cache import Kinds
-    from forall._jit.static_args import Statics
+    from forall._jit.cache.call_cache import JitCache
+    from forall._jit.static_args import StaticArguments
 
     static_argnums, static_argnames, backend, fastmath = how
-    statics = Statics(func, static_argnums, static_argnames)
-    anew = _kinds, (func, *how)
-    return Kinds(func, statics, anew, write=_writer(func, backend), fastmath=fastmath)
+    statics = StaticArguments(func, static_argnums, static_argnames)
+    anew = _make_kinds, (func, *how)
+    return JitCache(func, statics, anew, write=_find_writer(func, backend), fastmath=fastmath)
 
 
-def _writer(func: Callable, backend: str) -> Callable:
-    from forall._jit.backends.python_source import function
+def _find_writer(func: Callable, backend: str) -> Callable:
+    from forall._jit.backends.python_source import write_program
 
     if backend == "python":
-        return function
-    from forall._jit.backends.torch_compile import writer
+        return write_program
+    from forall._jit.backends.torch_compile import make_backend_writer
 
-    return writer(Call("jit", func, backend=backend), backend)
+    return make_backend_writer(TransformCall("jit", func, backend=backend), backend)

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, dynamo_call
-from forall._api.execution.auto_replay import is_on, replay, told
+from forall._api.execution.auto_replay import call_or_replay, can_replay, collect_options
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level
 from forall._compat import (
@@ -17,15 +17,15 @@ from forall._compat import (
     profiler,
     pytree,
 )
-from forall._compat.dispatch_state import forward_level, functions_off
-from forall._compat.jagged_layout import Jagged, with_rows
-from forall._compat.tensor_subclass import bare, carried
+from forall._compat.dispatch_state import functions_off, hold_forward_level
+from forall._compat.jagged_layout import Jagged, replace_rows
+from forall._compat.tensor_subclass import restore_users_class, unwrap_posed
 from forall._compat.transform_call import call_transform
-from forall._core.errors import Call
-from forall._core.escaped_values import what_is_left
+from forall._core.errors import TransformCall
+from forall._core.escaped_values import replace_escaped
 from forall._core.levels import lift, top
-from forall._core.version_counter import Count
-from forall._divergence import users
+from forall._core.version_counter import VersionCount
+from forall._divergence import convert_if_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def jvp(
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any: ...
-@profiler.named(lambda func: str(Call("jvp", func)))
+@profiler.profile_calls(lambda func: str(TransformCall("jvp", func)))
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any:
@@ -89,31 +89,31 @@ def jvp(
         >>> jvp(f, (torch.tensor([2.0, 3.0]),), (torch.tensor([1.0, 10.0]),))
         (tensor([6., 5., 4.]), tensor([23., 11.,  4.]))
     """
-    how = told("jvp", strict=strict, has_aux=has_aux)
-    argument_checks.callable_("jvp", func)
-    if is_dynamo_compiling() and not functorch_interop.needed():
-        return dynamo_call.call("jvp", dict(how[1:]), func, (primals, tangents), {})
-    if functorch_interop.compiler_listens():
-        with functorch_interop.eagerly():
+    how = collect_options("jvp", strict=strict, has_aux=has_aux)
+    argument_checks.check_callable("jvp", func)
+    if is_dynamo_compiling() and not functorch_interop.must_hand_over():
+        return dynamo_call.call_transform("jvp", dict(how[1:]), func, (primals, tangents), {})
+    if functorch_interop.is_dynamo_listening():
+        with functorch_interop.run_eagerly():
             return jvp(func, primals, tangents, strict=strict, has_aux=has_aux)
-    if functorch_interop.needed():
-        return functorch_interop.call(
+    if functorch_interop.must_hand_over():
+        return functorch_interop.call_torch_func(
             "jvp", func, primals, tangents, strict=strict, has_aux=has_aux
         )
-    eager = functools.partial(_jvp, strict, has_aux)
-    if is_on():
-        return replay(func, eager, primals, tangents, how=how)
+    eager = functools.partial(_jvp_eagerly, strict, has_aux)
+    if can_replay():
+        return call_or_replay(func, eager, primals, tangents, how=how)
     return call_transform(eager, func, primals, tangents)
 
 
-def _jvp(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: Any) -> Any:
-    call = Call("jvp", func)
-    argument_checks.a_tuple(call, primals)
-    return push(call, func, primals, tangents, strict=strict, has_aux=has_aux)
+def _jvp_eagerly(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: Any) -> Any:
+    call = TransformCall("jvp", func)
+    argument_checks.check_primals_tuple(call, primals)
+    return push_forward(call, func, primals, tangents, strict=strict, has_aux=has_aux)
 
 
-def push(
-    call: Call,
+def push_forward(
+    call: TransformCall,
     func: Callable,
     primals: Any,
     tangents: Any,
@@ -128,73 +128,82 @@ def push(
     ``written`` collects the arguments that were written to while they have history, each with the
     value that it has now.
     """
-    flat, spec = argument_checks.primals(call, primals)
-    flat_t = argument_checks.tangents(call, flat, spec, tangents)
+    flat, spec = argument_checks.check_primals(call, primals)
+    flat_t = argument_checks.check_tangents(call, flat, spec, tangents)
     outer = torch.is_grad_enabled()
     below = top()
-    with functorch_interop.eagerly(), forward_level(), torch.enable_grad():
+    with functorch_interop.run_eagerly(), hold_forward_level(), torch.enable_grad():
         level = jvp_level.JvpLevel(below, outer)
         level.beside = {id(t): t for t in beside}
-        duals = [carried(_dual(p, t, level), p) for p, t in zip(flat, flat_t, strict=True)]
-        counts = [Count(d) for d in duals] if written is not None else []
-        pairs, out_spec, aux = run(call, func, pytree.unflatten(duals, spec), level, has_aux)
+        duals = [
+            restore_users_class(_wrap_dual(p, t, level), p)
+            for p, t in zip(flat, flat_t, strict=True)
+        ]
+        counts = [VersionCount(d) for d in duals] if written is not None else []
+        pairs, out_spec, aux = run_on_duals(
+            call, func, pytree.unflatten(duals, spec), level, has_aux
+        )
         primal_out, tangent_out = [], []
         for p, t in pairs:
             if t is None and strict:
-                raise argument_checks.independent(call, p)
+                raise argument_checks.make_independence_error(call, p)
             primal_out.append(p)
             tangent_out.append(torch.zeros_like(p) if t is None else t)
         if outer and written is not None:
             taken = [(level.beside[i], d) for i, d in level.stand_ins.items()]
-            taken += [(p, d) for p, d, c in zip(flat, duals, counts, strict=True) if not c.holds()]
-            written += [(t, left(d, level)[0]) for t, d in taken if d.requires_grad]
+            taken += [
+                (p, d) for p, d, c in zip(flat, duals, counts, strict=True) if not c.has_no_writes()
+            ]
+            written += [(t, unpack_result(d, level)[0]) for t, d in taken if d.requires_grad]
     result = pytree.unflatten(primal_out, out_spec), pytree.unflatten(tangent_out, out_spec), aux
     if not outer:
-        result = detached(result)
+        result = detach_results(result)
     return result if has_aux else result[:2]
 
 
-def run(
-    call: Call, func: Callable, duals: tuple, level: jvp_level.JvpLevel, has_aux: bool
+def run_on_duals(
+    call: TransformCall, func: Callable, duals: tuple, level: jvp_level.JvpLevel, has_aux: bool
 ) -> tuple[list, Any, Any]:
     """Return the outputs at values of ``level``, each as primal and tangent, their tree and aux."""
     with level:
-        out = users(func)(*duals)
+        out = convert_if_running(func)(*duals)
     aux = None
     if has_aux:
-        out, aux = argument_checks.with_aux(call, out)
-        aux = pytree.map_tensors(lambda a: left(a, level)[0], aux)
-    leaves, spec = argument_checks.outputs(call, out)
-    return [left(y, level) for y in leaves], spec, aux
+        out, aux = argument_checks.split_aux(call, out)
+        aux = pytree.map_tensors(lambda a: unpack_result(a, level)[0], aux)
+    leaves, spec = argument_checks.check_outputs(call, out)
+    return [unpack_result(y, level) for y in leaves], spec, aux
 
 
-def _dual(p: torch.Tensor, t: torch.Tensor, level: jvp_level.JvpLevel) -> torch.Tensor:
+def _wrap_dual(p: torch.Tensor, t: torch.Tensor, level: jvp_level.JvpLevel) -> torch.Tensor:
     """Return a primal and its tangent as a value of the level."""
     if type(p) is Jagged:
-        rows = _dual(p.values(), t.values(), level)
+        rows = _wrap_dual(p.values(), t.values(), level)
         with level:
-            return with_rows(p, rows)
+            return replace_rows(p, rows)
     below = level.born_in
-    return jvp_level.make_dual(lift(bare(p), below), lift(bare(t), below), level)
+    return jvp_level.make_dual(lift(unwrap_posed(p), below), lift(unwrap_posed(t), below), level)
 
 
-def left(y: torch.Tensor, level: jvp_level.JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
+def unpack_result(
+    y: torch.Tensor, level: jvp_level.JvpLevel
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the primal of a result, in the class that the user gave it, and its tangent."""
     if type(y) is Jagged:
         with level:  # the class of nested tensors does not enter it to read the rows' tangents
             rows = y.values()
-        primal, tangent = left(rows, level)
-        return with_rows(y, primal), None if tangent is None else with_rows(y, tangent)
-    primal, tangent = jvp_level.unpack(bare(level.stand_in(y)), level)
-    return carried(what_is_left(primal), y), tangent
+        primal, tangent = unpack_result(rows, level)
+        return replace_rows(y, primal), None if tangent is None else replace_rows(y, tangent)
+    primal, tangent = jvp_level.unpack_dual(unwrap_posed(level.replace_outer_arg(y)), level)
+    return restore_users_class(replace_escaped(primal), y), tangent
 
 
-def detached(results: Any) -> Any:
+def detach_results(results: Any) -> Any:
     """Return results without history, in the classes that the user gave them."""
 
     def cut(t: torch.Tensor) -> torch.Tensor:
         with functions_off():
-            found = bare(t).detach()
-        return carried(found, t)
+            found = unwrap_posed(t).detach()
+        return restore_users_class(found, t)
 
     return pytree.map_tensors(cut, results)

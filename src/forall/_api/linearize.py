@@ -11,32 +11,32 @@ from torch.compiler import is_dynamo_compiling
 from forall._api import argument_checks, dynamo_call
 from forall._api.execution.auto_replay import (
     Calls,
-    is_on,
-    replay,
-    told,
+    call_or_replay,
+    can_replay,
+    collect_options,
 )
-from forall._api.jvp import detached, run
+from forall._api.jvp import detach_results, run_on_duals
 from forall._api.typing import R, Ts
 from forall._autodiff import jvp_level, reverse_mode
 from forall._autodiff.linear_tape import (
-    Linear,
+    LinearProgram,
     TapeLevel,
-    settle,
-    taken_out,
-    tape,
+    drop_tangents,
+    extract_program,
+    make_tape,
 )
 from forall._compat import (
     functorch_interop,
     profiler,
     pytree,
 )
-from forall._compat.dispatch_state import forward_level
-from forall._compat.tensor_subclass import bare, carried
+from forall._compat.dispatch_state import hold_forward_level
+from forall._compat.tensor_subclass import restore_users_class, unwrap_posed
 from forall._compat.transform_call import call_transform
-from forall._core.errors import Call, columns, short
-from forall._core.escaped_values import flatten
+from forall._core.errors import TransformCall, format_columns, format_short
+from forall._core.escaped_values import flatten_without_escaped
 from forall._core.levels import lift, top
-from forall._core.version_counter import Count
+from forall._core.version_counter import VersionCount
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def linearize(func: Callable[[*Ts], R], *primals: *Ts) -> tuple[R, Callable[[*Ts], R]]: ...
 @overload
 def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]: ...
-@profiler.named(lambda func: str(Call("linearize", func)))
+@profiler.profile_calls(lambda func: str(TransformCall("linearize", func)))
 def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """The value of a function at a point, and its derivative there as a linear function.
 
@@ -83,48 +83,52 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         >>> push(torch.tensor([0.0, 1.0]))
         tensor([2., 1., 0.])
     """
-    how = told("linearize")
-    argument_checks.callable_("linearize", func)
-    if is_dynamo_compiling() and not functorch_interop.needed():
-        return dynamo_call.call("linearize", {}, func, primals, {})
-    if functorch_interop.compiler_listens():
-        with functorch_interop.eagerly():
+    how = collect_options("linearize")
+    argument_checks.check_callable("linearize", func)
+    if is_dynamo_compiling() and not functorch_interop.must_hand_over():
+        return dynamo_call.call_transform("linearize", {}, func, primals, {})
+    if functorch_interop.is_dynamo_listening():
+        with functorch_interop.run_eagerly():
             return linearize(func, *primals)
-    if functorch_interop.needed():
-        return functorch_interop.linearize(func, primals)
-    call = Call("linearize", func)
-    flat, spec = argument_checks.primals(call, primals)
-    argument_checks.not_nested(call, flat)
-    if is_on() and not torch.is_inference_mode_enabled():  # inference mode makes other tensors
-        value, found = replay(func, _linearized, *primals, how=how)
+    if functorch_interop.must_hand_over():
+        return functorch_interop.linearize_by_jvp(func, primals)
+    call = TransformCall("linearize", func)
+    flat, spec = argument_checks.check_primals(call, primals)
+    argument_checks.refuse_nested_primals(call, flat)
+    if can_replay() and not torch.is_inference_mode_enabled():  # inference mode makes other tensors
+        value, found = call_or_replay(func, _linearize_eagerly, *primals, how=how)
     else:
-        value, found = call_transform(_linearized, func, *primals)
+        value, found = call_transform(_linearize_eagerly, func, *primals)
     if type(found) is tuple:
         linear, out_spec, constants = found
-        return value, _pushing(call, flat, spec, _played(call, linear.play, constants), out_spec)
+        return value, _make_jvp_fn(
+            call, flat, spec, _check_constants(call, linear.play, constants), out_spec
+        )
     ((own, constants),) = found.items()
-    return value, _pushing(call, flat, spec, _played(call, own.run, constants), own.out_spec)
+    return value, _make_jvp_fn(
+        call, flat, spec, _check_constants(call, own.run, constants), own.out_spec
+    )
 
 
-def _played(call: Call, play: Callable, constants: list) -> Callable:
+def _check_constants(call: TransformCall, play: Callable, constants: list) -> Callable:
     """Return the tangent program, which raises if its constants have been written to."""
-    counts = [Count(c) for c in constants if isinstance(c, torch.Tensor)]
+    counts = [VersionCount(c) for c in constants if isinstance(c, torch.Tensor)]
 
-    def played(seeds: list) -> list:
+    def play_checked(seeds: list) -> list:
         for count in counts:
-            if not count.holds():
+            if not count.has_no_writes():
                 raise RuntimeError(
                     f"{call}: a tensor that the derivative is made of has been modified by an "
                     "inplace operation since.\n"
-                    f"{columns([('the tensor', short(count.of()))])}\n"
+                    f"{format_columns([('the tensor', format_short(count.of()))])}\n"
                     "Push before it is written to, or write into a copy (.clone())."
                 )
         return play(constants, seeds)
 
-    return played
+    return play_checked
 
 
-class _Own:
+class _TangentProgram:
     """The tangent program that all calls of a kind share.
 
     Two programs are equal if they do the same. Guards need not inspect what never changes.
@@ -132,90 +136,98 @@ class _Own:
 
     __slots__ = ("calls", "linear", "out_spec")
 
-    def __init__(self, linear: Linear, out_spec: Any) -> None:
+    def __init__(self, linear: LinearProgram, out_spec: Any) -> None:
         self.linear, self.out_spec, self.calls = linear, out_spec, Calls()
 
     def run(self, constants: list, seeds: list) -> list:
-        if is_on():
-            return self.calls.run(self, None, _Own.play, (constants, seeds), {})
+        if can_replay():
+            return self.calls.run(self, None, _TangentProgram.play, (constants, seeds), {})
         return self.linear.play(constants, seeds)
 
     def play(self, constants: list, seeds: list) -> list:
         return self.linear.play(constants, seeds)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _Own and self._told() == other._told()
+        return type(other) is _TangentProgram and self._make_key() == other._make_key()
 
     def __hash__(self) -> int:
         return hash(self.linear.ends)
 
-    def _told(self) -> tuple:
+    def _make_key(self) -> tuple:
         linear = self.linear
         return linear.steps, linear.ends, linear.first, linear.strides, self.out_spec
 
 
-def _linearized(func: Callable, *primals: Any) -> tuple:
+def _linearize_eagerly(func: Callable, *primals: Any) -> tuple:
     """Return the value, and the tangent program with its constants.
 
     The program is the key of a dict, so it is part of the result's tree, which is the same for all
     calls of a kind. A program that refers to objects of a single call is a leaf of the result
     instead, and such calls are not recorded.
     """
-    given = flatten(primals)
-    value, linear, out_spec, constants, _ = _run(Call("linearize", func), func, *given, False)
+    given = flatten_without_escaped(primals)
+    value, linear, out_spec, constants, _ = _record_tangents(
+        TransformCall("linearize", func), func, *given, False
+    )
     if linear.is_plain():
-        return value, {_Own(linear, out_spec): constants}
+        return value, {_TangentProgram(linear, out_spec): constants}
     return value, (linear, out_spec, constants)
 
 
-def program(
-    call: Call, func: Callable, primals: tuple, *, has_aux: bool
+def linearize_with_aux(
+    call: TransformCall, func: Callable, primals: tuple, *, has_aux: bool
 ) -> tuple[Any, Callable, Any]:
     """Return the value, tangent program and aux of ``func``, which is run once."""
-    flat, spec = argument_checks.primals(call, primals)
-    value, linear, out_spec, constants, aux = _run(call, func, flat, spec, has_aux)
-    return value, _pushing(call, flat, spec, partial(linear.play, constants), out_spec), aux
+    flat, spec = argument_checks.check_primals(call, primals)
+    value, linear, out_spec, constants, aux = _record_tangents(call, func, flat, spec, has_aux)
+    return value, _make_jvp_fn(call, flat, spec, partial(linear.play, constants), out_spec), aux
 
 
-def _run(
-    call: Call, func: Callable, flat: list, spec: Any, has_aux: bool
-) -> tuple[Any, Linear, Any, list, Any]:
+def _record_tangents(
+    call: TransformCall, func: Callable, flat: list, spec: Any, has_aux: bool
+) -> tuple[Any, LinearProgram, Any, list, Any]:
     below, outer = top(), torch.is_grad_enabled()
     with (
-        functorch_interop.eagerly(),
-        forward_level(),
+        functorch_interop.run_eagerly(),
+        hold_forward_level(),
         torch.enable_grad(),
-        reverse_mode.Run() as own,
+        reverse_mode.VariableScope() as own,
     ):
         tapes = TapeLevel(below)
         level = jvp_level.JvpLevel(below, outer)
         level.tapes = tapes
         tapes.count = len(flat)  # from here on: making a dual may take steps
-        here = [lift(bare(p), below) for p in flat]
+        here = [lift(unwrap_posed(p), below) for p in flat]
         seeds = [torch.zeros_like(p) for p in here]
         duals = [
-            carried(jvp_level.make_dual(p, tape(seed, slot, tapes), level), given)
+            restore_users_class(jvp_level.make_dual(p, make_tape(seed, slot, tapes), level), given)
             for slot, (p, seed, given) in enumerate(zip(here, seeds, flat, strict=True))
         ]
         try:
-            pairs, out_spec, aux = run(call, func, pytree.unflatten(duals, spec), level, has_aux)
+            pairs, out_spec, aux = run_on_duals(
+                call, func, pytree.unflatten(duals, spec), level, has_aux
+            )
         finally:
             level.tapes = None  # a reference cycle through torch's graph would never be freed
-        settle(tapes)
+        drop_tangents(tapes)
     value = pytree.unflatten([p for p, _ in pairs], out_spec)
-    pairs = [(bare(p), t) for p, t in pairs]
-    linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
+    pairs = [(unwrap_posed(p), t) for p, t in pairs]
+    linear, constants = extract_program(tapes, pairs, tuple(seed.stride() for seed in seeds))
     found = value, aux, constants
-    value, aux, constants = reverse_mode.closed(found, own, outer) if outer else detached(found)
+    value, aux, constants = (
+        reverse_mode.detach_from_run(found, own, outer) if outer else detach_results(found)
+    )
     return value, linear, out_spec, constants, aux
 
 
-def _pushing(call: Call, flat: list, spec: Any, play: Callable, out_spec: Any) -> Callable:
-    @functorch_interop.left_to_python
+def _make_jvp_fn(
+    call: TransformCall, flat: list, spec: Any, play: Callable, out_spec: Any
+) -> Callable:
+    @functorch_interop.exclude_from_dynamo
     def jvp_fn(*tangents: Any) -> Any:
         """Return the derivative at the point, in the direction of ``tangents``."""
-        seeds = argument_checks.tangents(call, flat, spec, tangents)
-        argument_checks.alike(call, flat, seeds)
+        seeds = argument_checks.check_tangents(call, flat, spec, tangents)
+        argument_checks.check_same_dtype_device(call, flat, seeds)
         return pytree.unflatten(call_transform(play, seeds), out_spec)
 
     return jvp_fn

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._api import argument_checks
-from forall._api.argnums import signature
-from forall._api.nested_components import Components
+from forall._api.argnums import get_signature
+from forall._api.nested_components import NestedExamples
 from forall._compat import pytree, tensordict
 from forall._compat.dispatch_state import functions_off
-from forall._compat.tensor_subclass import bare
-from forall._core.errors import Call, columns, kind, short
-from forall._core.escaped_values import flatten
-from forall._divergence.batched_scalar import Number
+from forall._compat.tensor_subclass import unwrap_posed
+from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
+from forall._core.escaped_values import flatten_without_escaped
+from forall._divergence.batched_scalar import BatchedScalar
 from forall._vmap import boundary
-from forall._vmap.batched_tensor import Batched
+from forall._vmap.batched_tensor import BatchedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 # --- arguments ---------------------------------------------------------------------------------
 
 
-def named(
-    call: Call, func: Callable, in_dims: dict, args: tuple, kwargs: dict
+def bind_named_dims(
+    call: TransformCall, func: Callable, in_dims: dict, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, tuple, dict]:
     """Return the arguments and their dims if a dict of in_dims names the arguments."""
     try:
-        parameters = signature(func)
+        parameters = get_signature(func)
     except ValueError:
         raise ValueError(
             f"{call}: a dict of in_dims needs the names of the arguments.\n"
-            f"{columns([('func', short(func))])}\n"
+            f"{format_columns([('func', format_short(func))])}\n"
             "Python does not know them for this function. Give a tuple of in_dims."
         ) from None
     bound = parameters.bind(*args, **kwargs)
@@ -56,15 +56,15 @@ def named(
     if strangers:
         raise ValueError(
             f"{call}: in_dims names an argument that the call does not pass.\n"
-            f"{columns([('in_dims', str(strangers[0])), ('passed', ', '.join(sorted(known)))])}\n"
+            f"{format_columns([('in_dims', str(strangers[0])), ('passed', ', '.join(sorted(known)))])}\n"
             "Name only arguments that are passed."
         )
     places = inspect.BoundArguments(parameters, dims)
     return bound.args, bound.kwargs, places.args, places.kwargs
 
 
-def inputs(
-    call: Call, args: tuple, kwargs: dict, in_dims: Any, named_dims: dict | None = None
+def check_inputs(
+    call: TransformCall, args: tuple, kwargs: dict, in_dims: Any, named_dims: dict | None = None
 ) -> tuple[list, Any, list, int]:
     """Return leaves, tree, a dim per leaf (from the front; None for shared) and the batch size.
 
@@ -73,7 +73,7 @@ def inputs(
     if not isinstance(in_dims, (int, tuple, list)):
         raise ValueError(
             f"{call}: in_dims must be an int, a tuple or a dict.\n"
-            f"{columns([('in_dims', short(in_dims), kind(in_dims))])}\n"
+            f"{format_columns([('in_dims', format_short(in_dims), type_name_of(in_dims))])}\n"
             "Give one int for all arguments, a tuple with one entry per argument, or a dict of "
             "names."
         )
@@ -82,54 +82,58 @@ def inputs(
             f"{call}: called without arguments.\n"
             "There is nothing to map over. Pass at least one tensor."
         )
-    leaves, spec = _flat(args, kwargs)
+    leaves, spec = _flatten_args(args, kwargs)
     by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
-    dims = pytree.prefix(by_position, spec.child(0))
-    rest = pytree.prefix(named_dims, spec.child(1)) if kwargs else []
+    dims = pytree.broadcast_prefix(by_position, spec.child(0))
+    rest = pytree.broadcast_prefix(named_dims, spec.child(1)) if kwargs else []
     if dims is None or rest is None:
-        raise _misfit(call, args, kwargs, in_dims, named_dims)
-    dims = tensordict.counted(spec, dims + rest)
+        raise _make_misfit_error(call, args, kwargs, in_dims, named_dims)
+    dims = tensordict.count_from_front(spec, dims + rest)
     sizes: list[int] = []  # a tracer's are not hashable
     with functions_off():
         dims = [
-            None if d is None else _dim(call, i, leaf, d, args, kwargs, sizes)
+            None if d is None else _check_dim(call, i, leaf, d, args, kwargs, sizes)
             for i, (leaf, d) in enumerate(zip(leaves, dims, strict=True))
         ]
     if not sizes:
-        raise _nothing_mapped(call, args, in_dims)
+        raise _make_unmapped_error(call, args, in_dims)
     if len(sizes) > 1 and any(n != sizes[0] for n in sizes):
-        raise _sizes_differ(call, args, kwargs, leaves, dims)
+        raise _make_sizes_error(call, args, kwargs, leaves, dims)
     for i, (leaf, d) in enumerate(zip(leaves, dims, strict=True)):
         if d is not None and leaf.is_nested:
             if not sizes[0]:
-                raise _no_components(call, paths(args, kwargs)[i], leaf)
-            leaves[i] = Components.of(leaf)
+                raise _make_no_components_error(call, find_arg_paths(args, kwargs)[i], leaf)
+            leaves[i] = NestedExamples.from_nested(leaf)
     return leaves, spec, dims, sizes[0]
 
 
-def opened(args: tuple, kwargs: dict, in_dims: Any, named_dims: Any = None) -> tuple[tuple, dict]:
+def unwrap_collections(
+    args: tuple, kwargs: dict, in_dims: Any, named_dims: Any = None
+) -> tuple[tuple, dict]:
     """Return args and kwargs with collections in the place of mapped modules that hold one."""
-    wrapper = tensordict.wrapper()
-    leaves, spec = _flat(args, kwargs) if wrapper else ([], None)
+    wrapper = tensordict.find_params_class()
+    leaves, spec = _flatten_args(args, kwargs) if wrapper else ([], None)
     if not any(isinstance(leaf, wrapper) for leaf in leaves):
         return args, kwargs
     by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
-    dims = pytree.prefix((by_position, named_dims), spec)
+    dims = pytree.broadcast_prefix((by_position, named_dims), spec)
     if dims is None:
-        return args, kwargs  # `inputs` raises the error
+        return args, kwargs  # `check_inputs` raises the error
     is_mapped = [
         isinstance(x, wrapper) and d is not None for x, d in zip(leaves, dims, strict=True)
     ]
     pairs = zip(leaves, is_mapped, strict=True)
-    return pytree.unflatten([tensordict.unwrapped(x) if m else x for x, m in pairs], spec)
+    return pytree.unflatten([tensordict.get_collection(x) if m else x for x, m in pairs], spec)
 
 
-def _flat(args: tuple, kwargs: dict) -> tuple[list, Any]:
+def _flatten_args(args: tuple, kwargs: dict) -> tuple[list, Any]:
     """Return leaves and tree of ``(args, kwargs)``; most calls pass tensors and nothing else."""
     for a in args:
         if type(a) is not torch.Tensor:
-            return flatten((args, kwargs))
-    return flatten((args, kwargs)) if kwargs else ([*args], _tree_of_leaves(len(args)))
+            return flatten_without_escaped((args, kwargs))
+    return (
+        flatten_without_escaped((args, kwargs)) if kwargs else ([*args], _tree_of_leaves(len(args)))
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -137,28 +141,28 @@ def _tree_of_leaves(n: int) -> Any:
     return pytree.flatten(((0,) * n, {}))[1]
 
 
-def _dim(
-    call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict, sizes: list[int]
+def _check_dim(
+    call: TransformCall, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict, sizes: list[int]
 ) -> int:
     """Return the dim of leaf ``i``, from the front; append its number of examples to ``sizes``."""
     if type(dim) is not int:
         raise ValueError(
             f"{call}: a dim of in_dims must be an int or None.\n"
-            f"{columns([(paths(args, kwargs)[i], short(leaf), f'in_dims {dim!r}', kind(dim))])}\n"
+            f"{format_columns([(find_arg_paths(args, kwargs)[i], format_short(leaf), f'in_dims {dim!r}', type_name_of(dim))])}\n"
             "Give the dim that counts the examples, or None to share the argument."
         )
     if not isinstance(leaf, torch.Tensor):
         cure = "Give it in_dims=None to share it between examples, or make it a tensor."
         raise ValueError(
             f"{call}: only tensors can be mapped.\n"
-            f"{columns([(paths(args, kwargs)[i], short(leaf), f'in_dims {dim}', kind(leaf))])}\n"
-            f"{argument_checks.unknown_tree(leaf) or cure}"
+            f"{format_columns([(find_arg_paths(args, kwargs)[i], format_short(leaf), f'in_dims {dim}', type_name_of(leaf))])}\n"
+            f"{argument_checks.suggest_registration(leaf) or cure}"
         )
     if leaf.is_nested:
         if dim % leaf.dim():
             raise ValueError(
                 f"{call}: the examples of a nested tensor are its components, along dim 0.\n"
-                f"{columns([(paths(args, kwargs)[i], short(leaf), f'in_dims {dim}')])}\n"
+                f"{format_columns([(find_arg_paths(args, kwargs)[i], format_short(leaf), f'in_dims {dim}')])}\n"
                 "Give it in_dims=0, or None to share it between examples."
             )
         sizes.append(leaf.size(0))
@@ -166,17 +170,22 @@ def _dim(
     rank = leaf.dim()
     if not -rank <= dim < rank:
         can = f"Give a dim in [{-rank}, {rank})" if rank else "A tensor of rank 0 has none"
-        row = (paths(args, kwargs)[i], short(leaf), f"in_dims {dim}", f"rank {rank}")
+        row = (
+            find_arg_paths(args, kwargs)[i],
+            format_short(leaf),
+            f"in_dims {dim}",
+            f"rank {rank}",
+        )
         raise ValueError(
             f"{call}: in_dims names a dim that the argument does not have.\n"
-            f"{columns([row])}\n{can}; to share the argument between examples, give it None."
+            f"{format_columns([row])}\n{can}; to share the argument between examples, give it None."
         )
     dim %= rank
     sizes.append(leaf.shape[dim])
     return dim
 
 
-def paths(args: tuple, kwargs: dict) -> list[str]:
+def find_arg_paths(args: tuple, kwargs: dict) -> list[str]:
     """Return each leaf of the arguments as a user would write it."""
     found = ["args" + pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(args)[0]]
     return found + [
@@ -184,49 +193,53 @@ def paths(args: tuple, kwargs: dict) -> list[str]:
     ]
 
 
-def _misfit(call: Call, args: tuple, kwargs: dict, in_dims: Any, named_dims: Any) -> ValueError:
-    rows = [("in_dims", short(in_dims if named_dims is None else named_dims))]
-    rows += [(f"args[{i}]", short(a)) for i, a in enumerate(args)]
-    rows += [(f"kwargs[{k!r}]", short(a)) for k, a in kwargs.items()]
+def _make_misfit_error(
+    call: TransformCall, args: tuple, kwargs: dict, in_dims: Any, named_dims: Any
+) -> ValueError:
+    rows = [("in_dims", format_short(in_dims if named_dims is None else named_dims))]
+    rows += [(f"args[{i}]", format_short(a)) for i, a in enumerate(args)]
+    rows += [(f"kwargs[{k!r}]", format_short(a)) for k, a in kwargs.items()]
     return ValueError(
-        f"{call}: in_dims does not fit the arguments.\n{columns(rows)}\n"
+        f"{call}: in_dims does not fit the arguments.\n{format_columns(rows)}\n"
         "A tuple of in_dims has one entry per argument; a tree of them is shaped like its argument."
     )
 
 
-def _nothing_mapped(call: Call, args: tuple, in_dims: Any) -> ValueError:
+def _make_unmapped_error(call: TransformCall, args: tuple, in_dims: Any) -> ValueError:
     cure = "At least one tensor needs an int in in_dims, or there is no number of examples."
     if not args:
         cure = "Keyword arguments are shared unless a dict names them: in_dims={'x': 0}."
     return ValueError(
-        f"{call}: no argument is mapped.\n{columns([('in_dims', short(in_dims))])}\n{cure}"
+        f"{call}: no argument is mapped.\n{format_columns([('in_dims', format_short(in_dims))])}\n{cure}"
     )
 
 
-def _no_components(call: Call, path: str, leaf: torch.Tensor) -> ValueError:
+def _make_no_components_error(call: TransformCall, path: str, leaf: torch.Tensor) -> ValueError:
     return ValueError(
-        f"{call}: a mapped nested tensor has no components.\n{columns([(path, short(leaf))])}\n"
+        f"{call}: a mapped nested tensor has no components.\n{format_columns([(path, format_short(leaf))])}\n"
         "Nothing tells the shape of an example. Pass at least one."
     )
 
 
-def _sizes_differ(call: Call, args: tuple, kwargs: dict, leaves: list, dims: list) -> ValueError:
+def _make_sizes_error(
+    call: TransformCall, args: tuple, kwargs: dict, leaves: list, dims: list
+) -> ValueError:
     rows = [
-        (path, short(leaf), f"in_dims {d}", f"size {leaf.size(d)}")
-        for path, leaf, d in zip(paths(args, kwargs), leaves, dims, strict=True)
+        (path, format_short(leaf), f"in_dims {d}", f"size {leaf.size(d)}")
+        for path, leaf, d in zip(find_arg_paths(args, kwargs), leaves, dims, strict=True)
         if d is not None
     ]
     return ValueError(
-        f"{call}: the mapped axes differ in size.\n{columns(rows)}\n"
+        f"{call}: the mapped axes differ in size.\n{format_columns(rows)}\n"
         "All must have one size. To share an argument between examples, give it in_dims=None."
     )
 
 
-def written_twice(call: Call, leaf: torch.Tensor) -> RuntimeError:
+def make_written_twice_error(call: TransformCall, leaf: torch.Tensor) -> RuntimeError:
     return RuntimeError(
         f"{call}: a mapped argument was written in place, with a derivative at stake, and its "
         "memory was passed twice.\n"
-        f"{columns([('written', short(leaf))])}\n"
+        f"{format_columns([('written', format_short(leaf))])}\n"
         "What the other argument's examples depend on would be lost. Clone one of the two."
     )
 
@@ -234,139 +247,143 @@ def written_twice(call: Call, leaf: torch.Tensor) -> RuntimeError:
 # --- results -----------------------------------------------------------------------------------
 
 
-def are_places(given: Any) -> bool:
+def is_valid_out_dims(given: Any) -> bool:
     """Return True if ``given`` is an int, None, or a tree of them, as out_dims must be."""
     return (
         type(given) is int
         or given is None
-        or all(type(p) is int or p is None for p in pytree.leaves(given))
+        or all(type(p) is int or p is None for p in pytree.get_leaves(given))
     )
 
 
-def no_places(call: Call) -> ValueError:
+def make_out_dims_error(call: TransformCall) -> ValueError:
     return ValueError(
         f"{call}: out_dims must be an int, None, or a tree of them.\n"
-        f"{columns([('out_dims', short(call.options['out_dims']))])}\n"
+        f"{format_columns([('out_dims', format_short(call.options['out_dims']))])}\n"
         "Give the place of the examples in each result; None for one that is the same for all."
     )
 
 
-class Places:
+class OutDims:
     """The out_dims of a call: the place of the batch axis in each result."""
 
     __slots__ = ("call", "out_dims")
 
-    def __init__(self, call: Call, out_dims: Any) -> None:
+    def __init__(self, call: TransformCall, out_dims: Any) -> None:
         self.call = call
         self.out_dims = out_dims
-        if not are_places(out_dims):
-            raise no_places(call)
+        if not is_valid_out_dims(out_dims):
+            raise make_out_dims_error(call)
 
-    def of(self, spec: Any) -> list:
+    def expand_to_leaves(self, spec: Any) -> list:
         """Return a place for every leaf of the result."""
         given = self.out_dims
         if spec.type is None and type(given) is tuple and len(given) == 1:
             given = given[0]  # as torch.func has it: one place for one result
-        found = pytree.prefix(given, spec)
+        found = pytree.broadcast_prefix(given, spec)
         if found is None:
             raise ValueError(
                 f"{self.call}: out_dims does not fit the result.\n"
-                f"{columns([('out_dims', short(given)), ('result', pytree.text(spec))])}\n"
+                f"{format_columns([('out_dims', format_short(given)), ('result', pytree.format_tree(spec))])}\n"
                 "Give one int for all results, or a tree of ints (or None) like the result."
             )
-        return tensordict.counted(spec, found, 1)
+        return tensordict.count_from_front(spec, found, 1)
 
 
-def place_outside(call: Call, result: torch.Tensor, place: int) -> IndexError:
+def make_out_dim_error(call: TransformCall, result: torch.Tensor, place: int) -> IndexError:
     rank = result.dim() + 1
     return IndexError(
         f"{call}: out_dims names a place that the result does not have.\n"
-        f"{columns([('result of one example', short(result), f'out_dims {place}')])}\n"
+        f"{format_columns([('result of one example', format_short(result), f'out_dims {place}')])}\n"
         f"Give a place in [{-rank}, {rank})."
     )
 
 
-def nested_result(call: Call, result: torch.Tensor) -> NotImplementedError:
+def make_nested_error(call: TransformCall, result: torch.Tensor) -> NotImplementedError:
     return NotImplementedError(
         f"{call}: a nested tensor is a result of each example, and nothing can hold all of them.\n"
-        f"{columns([('result of one example', short(result))])}\n"
+        f"{format_columns([('result of one example', format_short(result))])}\n"
         "Return its rows (x.values()), or its components in a list (x.unbind())."
     )
 
 
-def unmapped(call: Call, result: torch.Tensor, level: Any) -> torch.Tensor:
+def keep_unmapped(call: TransformCall, result: torch.Tensor, level: Any) -> torch.Tensor:
     """Return a result with out_dims None as it is, if it is the same for all examples."""
-    if not (isinstance(result, Batched) and result.level is level):
+    if not (isinstance(result, BatchedTensor) and result.level is level):
         return result
     if result.axis is not None:
         raise ValueError(
             f"{call}: out_dims is None for a result that differs between the examples.\n"
-            f"{columns([('result of one example', short(result))])}\n"
+            f"{format_columns([('result of one example', format_short(result))])}\n"
             "Give it an int: the place of the examples in the result."
         )
-    return boundary.keep(result)
+    return boundary.keep_shared(result)
 
 
-def as_it_is(call: Call, result: Any, level: Any) -> Any:
+def pass_through(call: TransformCall, result: Any, level: Any) -> Any:
     """Return a result that is no tensor as it is, if no example's own tensor hides in it."""
     if result is None or isinstance(result, str):
         return result
-    held = _find_unseen(result, level)
+    held = _find_hidden(result, level)
     if held is None:
         return result
-    raise _unseen(call, type(result).__name__, held, argument_checks.unknown_tree(result))
+    raise _make_hidden_error(
+        call, type(result).__name__, held, argument_checks.suggest_registration(result)
+    )
 
 
-def check_contexts(call: Call, spec: Any) -> None:
+def check_contexts(call: TransformCall, spec: Any) -> None:
     """Raise if the context of a container holds a number that differs between the examples."""
-    for x in pytree.leaves(pytree.contexts(spec)):
-        if type(x) is Number:
-            raise _unseen(call, "the context of a container", x)
+    for x in pytree.get_leaves(pytree.find_contexts(spec)):
+        if type(x) is BatchedScalar:
+            raise _make_hidden_error(call, "the context of a container", x)
 
 
-def _unseen(call: Call, result: str, held: Any, cure: str | None = None) -> ValueError:
+def _make_hidden_error(
+    call: TransformCall, result: str, held: Any, cure: str | None = None
+) -> ValueError:
     return ValueError(
         f"{call}: a result holds tensors where torch's trees do not see them.\n"
-        f"{columns([('result', result), ('holds', short(held))])}\n"
+        f"{format_columns([('result', result), ('holds', format_short(held))])}\n"
         f"{cure or 'Return its tensors in a tuple, a list or a dict.'}"
     )
 
 
-def _find_unseen(thing: Any, level: Any) -> Any:
+def _find_hidden(thing: Any, level: Any) -> Any:
     """Return the first value of an example among an object's attributes, or None."""
-    for x in pytree.held_by(thing):
-        of = bare(x)
-        if type(x) is Number or (
-            isinstance(of, Batched) and of.level is level and of.axis is not None
+    for x in pytree.find_held_leaves(thing):
+        of = unwrap_posed(x)
+        if type(x) is BatchedScalar or (
+            isinstance(of, BatchedTensor) and of.level is level and of.axis is not None
         ):
             return of
     return None
 
 
-def joined(call: Call, column: tuple, place: int | None, firsts: list[int]) -> Any:
+def join_column(call: TransformCall, column: tuple, place: int | None, firsts: list[int]) -> Any:
     """Return one result of all groups, whose first examples have the numbers ``firsts``."""
     first = column[0]
     if isinstance(first, torch.Tensor):
         if place is None:
             return first
-        _same_shapes(call, column, place, firsts)
+        _check_same_shapes(call, column, place, firsts)
         return torch.cat(column, place % first.dim())
     for number, other in zip(firsts, column, strict=True):
         if not pytree.holds_same(first, other):
             rows = [
-                (f"example {firsts[0]}", short(first), kind(first)),
-                (f"example {number}", short(other), kind(other)),
+                (f"example {firsts[0]}", format_short(first), type_name_of(first)),
+                (f"example {number}", format_short(other), type_name_of(other)),
             ]
             raise ValueError(
                 f"{call}: a result that is no tensor differs between the examples.\n"
-                f"{columns(rows)}\n"
+                f"{format_columns(rows)}\n"
                 "Tensors and numbers are stacked; anything else must be the same for all. Return "
                 "it as a tensor."
             )
     return first
 
 
-def _same_shapes(call: Call, column: tuple, place: int, firsts: list[int]) -> None:
+def _check_same_shapes(call: TransformCall, column: tuple, place: int, firsts: list[int]) -> None:
     shapes = [[*t.shape] for t in column]
     for shape in shapes:
         del shape[place % (len(shape) or 1)]
@@ -374,15 +391,20 @@ def _same_shapes(call: Call, column: tuple, place: int, firsts: list[int]) -> No
         if shape != shapes[0]:
             rows = [(f"example {firsts[0]}", f"{shapes[0]}"), (f"example {number}", f"{shape}")]
             raise ValueError(
-                f"{call}: the results of the examples differ in shape.\n{columns(rows)}\n"
+                f"{call}: the results of the examples differ in shape.\n{format_columns(rows)}\n"
                 "They cannot be stacked. Return the same shape for every example, or say "
                 "ragged=True for a nested tensor."
             )
 
 
-def trees_differ(call: Call, first: int, spec: Any, number: int, other: Any) -> ValueError:
-    rows = [(f"example {first}", pytree.text(spec)), (f"example {number}", pytree.text(other))]
+def make_trees_error(
+    call: TransformCall, first: int, spec: Any, number: int, other: Any
+) -> ValueError:
+    rows = [
+        (f"example {first}", pytree.format_tree(spec)),
+        (f"example {number}", pytree.format_tree(other)),
+    ]
     return ValueError(
-        f"{call}: the results of the examples differ in structure.\n{columns(rows)}\n"
+        f"{call}: the results of the examples differ in structure.\n{format_columns(rows)}\n"
         "Return the same tree for every example."
     )

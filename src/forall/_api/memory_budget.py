@@ -11,24 +11,24 @@ import torch
 from forall._compat import exception_safety
 from forall._compat.dispatch_state import functions_off
 from forall._compat.exception_safety import contextmanager
-from forall._compat.lazy_bits import with_lazy_bits
+from forall._compat.lazy_bits import call_with_lazy_bits
 from forall._compat.private_api import DispatchMode, StorageWeakRef
-from forall._compat.storage import has_memory, storage_of
-from forall._compat.wrapper_tensor import innermost
+from forall._compat.storage import get_storage_id, has_memory
+from forall._compat.wrapper_tensor import unwrap_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class _Aside(exception_safety.Here):
+class _LimitSuspension(exception_safety.RestoredState):
     on = False
 
 
-_aside = _Aside.made(idle=True)
+_aside = _LimitSuspension.make_instance(idle=True)
 
 
 @contextmanager
-def unlimited() -> Iterator[None]:
+def suspend_memory_limit() -> Iterator[None]:
     """Suspend the limit for code that undoes a run: the run may have ended because of the limit."""
     was, _aside.on = _aside.on, True
     try:
@@ -37,7 +37,7 @@ def unlimited() -> Iterator[None]:
         _aside.on = was
 
 
-class Budget(DispatchMode):
+class MemoryBudgetMode(DispatchMode):
     """A dispatch mode that limits the bytes which tensors made within it may hold at a time.
 
     An operator that exceeds the limit fails as an allocation for which there is no memory does. A
@@ -49,7 +49,7 @@ class Budget(DispatchMode):
         super().__init__()
         self.limit = limit
         self.words = words
-        self._bytes = 0  # of all tensors made since `_look` last dropped those that are gone
+        self._bytes = 0  # of all tensors made since `_check_limit` last dropped those that are gone
         self._made: dict[int, tuple[Any, int]] = {}  # storages from before the limit count 0 bytes
 
     def __torch_dispatch__(
@@ -58,38 +58,38 @@ class Budget(DispatchMode):
         kwargs = kwargs or {}
         with functions_off():
             for given in (args, kwargs.values()):
-                self._note(given, made=False)
-        out = with_lazy_bits(func, args, kwargs)
+                self._count_storages(given, made=False)
+        out = call_with_lazy_bits(func, args, kwargs)
         with functions_off():
-            self._note((out,), made=True)
+            self._count_storages((out,), made=True)
         if self._bytes > self.limit and not _aside.on:
-            self._look()
+            self._check_limit()
         return out
 
-    def _note(self, values: Any, *, made: bool) -> None:
+    def _count_storages(self, values: Any, *, made: bool) -> None:
         for x in values:
             if isinstance(x, (list, tuple)):
-                self._note(x, made=made)
+                self._count_storages(x, made=made)
             elif isinstance(x, torch.Tensor):
-                x = innermost(x)  # unwrapped below a level that the limit is set within
-                if has_memory(x) and storage_of(x) not in self._made:
+                x = unwrap_all(x)  # unwrapped below a level that the limit is set within
+                if has_memory(x) and get_storage_id(x) not in self._made:
                     memory = x.untyped_storage()
                     size = memory.nbytes() if made else 0
-                    self._made[storage_of(x)] = StorageWeakRef(memory), size
+                    self._made[get_storage_id(x)] = StorageWeakRef(memory), size
                     self._bytes += size
 
-    def _look(self) -> None:
+    def _check_limit(self) -> None:
         self._made = {k: (s, n) for k, (s, n) in self._made.items() if not s.expired()}
         self._bytes = sum(n for _, n in self._made.values())
         if self._bytes > self.limit:
             raise MemoryError(
-                f"{self.words}: tensors take {_words(self._bytes)}, and may take "
-                f"{_words(self.limit)}.\n"
+                f"{self.words}: tensors take {_format_bytes(self._bytes)}, and may take "
+                f"{_format_bytes(self.limit)}.\n"
                 "Pass a larger memory_budget, or make less at once."
             )
 
 
-def _words(count: float) -> str:
+def _format_bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -100,7 +100,7 @@ def _words(count: float) -> str:
 _ROOT = Path("/sys/fs/cgroup")
 
 
-def free_memory() -> int | None:
+def find_free_memory() -> int | None:
     """Return the bytes that the process may still take; None if that is unknown.
 
     On Linux it is the memory available, or the rest of a container's limit if that is less.

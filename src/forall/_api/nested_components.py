@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forall._compat.dispatch_state import functions_off
-from forall._compat.jagged_layout import Jagged, components, jagged_dim
+from forall._compat.jagged_layout import Jagged, find_jagged_dim, split_components
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-class Components:
+class NestedExamples:
     """The examples of a mapped nested tensor: views of it, of several shapes."""
 
     __slots__ = ("examples", "whole")
@@ -25,25 +25,25 @@ class Components:
         self.examples = examples
 
     @classmethod
-    def of(cls, whole: Tensor) -> Components:
+    def from_nested(cls, whole: Tensor) -> NestedExamples:
         with functions_off():
             is_jagged = type(whole) is Jagged
-            return cls(whole, components(whole) if is_jagged else whole.unbind())
+            return cls(whole, split_components(whole) if is_jagged else whole.unbind())
 
-    def some(self, numbers: Sequence[int]) -> Tensor | Components:
+    def some(self, numbers: Sequence[int]) -> Tensor | NestedExamples:
         """Return some of the examples: a stack if they are one or have one shape."""
         if not isinstance(numbers, range):
             return torch.stack([self.examples[n] for n in numbers])
         if len(numbers) == 1:
             return self.examples[numbers.start].unsqueeze(0)
-        return Components(self.whole, self.examples[numbers.start : numbers.stop])
+        return NestedExamples(self.whole, self.examples[numbers.start : numbers.stop])
 
-    def put(self, numbers: Sequence[int], rows: Tensor) -> None:
+    def write_rows(self, numbers: Sequence[int], rows: Tensor) -> None:
         """Write rows into these examples."""
         for n, row in zip(numbers, rows.unbind(), strict=True):
             self.examples[n].copy_(row)
 
-    def offsets_of(self, examples: Sequence[Tensor]) -> tuple[Tensor, int] | None:
+    def find_offsets(self, examples: Sequence[Tensor]) -> tuple[Tensor, int] | None:
         """Return the offsets of the nested tensor and its ragged dim, if the lengths agree.
 
         ``examples`` are tensors whose sizes along one dim are compared with the lengths.
@@ -51,7 +51,7 @@ class Components:
         whole = self.whole
         if type(whole) is not Jagged or whole.lengths() is not None:
             return None
-        own = jagged_dim(whole)
+        own = find_jagged_dim(whole)
         lengths = [x.shape[own] for x in self.examples]
         for d in sorted(range(examples[0].dim()), key=lambda d: d != own):
             if lengths == [x.shape[d] for x in examples]:
@@ -59,7 +59,7 @@ class Components:
         return None
 
 
-def by_shape(given: Iterable[Components]) -> list[list[int]]:
+def group_by_shape(given: Iterable[NestedExamples]) -> list[list[int]]:
     """Group the numbers of the examples so that each group has one shape in every argument."""
     found: dict[tuple, list[int]] = {}
     for n, row in enumerate(zip(*(x.examples for x in given), strict=True)):

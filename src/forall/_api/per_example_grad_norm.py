@@ -9,8 +9,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks
-from forall._api.argnums import Arguments, called, places
-from forall._api.execution.auto_replay import replaying, told
+from forall._api.argnums import DiffArguments, describe_call, find_places
+from forall._api.execution.auto_replay import collect_options, replay_transform
 from forall._api.grad import grad_and_value
 from forall._api.typing import Chunk
 from forall._api.vmap import vmap
@@ -18,7 +18,7 @@ from forall._autodiff import reverse_mode
 from forall._autodiff.grad_norms import ghost_norm
 from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import functions_off
-from forall._compat.tensor_subclass import bare
+from forall._compat.tensor_subclass import unwrap_posed
 from forall._core.recompute import may_carry_tangents
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def per_example_grad_norm(
         >>> forall.per_example_grad_norm(loss)(w, xs, ys)            # of (6, 8) and (0, -6)
         tensor([10.,  6.])
     """
-    how = told(
+    how = collect_options(
         "per_example_grad_norm",
         argnums=argnums,
         argnames=argnames,
@@ -87,29 +87,29 @@ def per_example_grad_norm(
         chunk_size=chunk_size,
     )
     verb = how[0]
-    argument_checks.callable_(verb, func)
-    argument_checks.randomness(verb, randomness, keys=True)
-    argument_checks.chunk_size(verb, chunk_size)
+    argument_checks.check_callable(verb, func)
+    argument_checks.check_randomness(verb, randomness, keys=True)
+    argument_checks.check_chunk_size(verb, chunk_size)
 
     mapping = in_dims, randomness, chunk_size
-    return _norms(func, how, (argnums, argnames), mapping, has_aux, return_value)
+    return _make_norms(func, how, (argnums, argnames), mapping, has_aux, return_value)
 
 
-def _norms(
+def _make_norms(
     func: Callable, how: tuple, which: tuple, mapping: tuple, has_aux: bool, return_value: bool
 ) -> Callable:
     """Return the transformed function of `per_example_grad_norm`."""
     in_dims, randomness, chunk_size = mapping
 
-    @replaying(func, how)
+    @replay_transform(func, how)
     def norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(func, updated=())
-        def of_one(*args: Any, **kwargs: Any) -> tuple:
-            return _of_one(func, args, kwargs, which, has_aux)
+        def norm_of_one(*args: Any, **kwargs: Any) -> tuple:
+            return _compute_norm(func, args, kwargs, which, has_aux)
 
-        call = called(how[0], func, *which)
-        dims = _dims(in_dims, places(call, args, kwargs, *which), len(args))
-        mapped = vmap(of_one, dims, randomness=randomness, chunk_size=chunk_size)
+        call = describe_call(how[0], func, *which)
+        dims = _make_in_dims(in_dims, find_places(call, args, kwargs, *which), len(args))
+        mapped = vmap(norm_of_one, dims, randomness=randomness, chunk_size=chunk_size)
         norm, value, *aux = mapped(*args, **kwargs)
         beside = [value, *aux] if return_value else aux
         if not beside:
@@ -119,7 +119,7 @@ def _norms(
     return norms
 
 
-def _dims(in_dims: Any, places: Any, n: int) -> Any:
+def _make_in_dims(in_dims: Any, places: Any, n: int) -> Any:
     """Return the in_dims for `vmap`; one int is for the arguments that are not differentiated."""
     if not isinstance(in_dims, int):
         return in_dims
@@ -127,33 +127,33 @@ def _dims(in_dims: Any, places: Any, n: int) -> Any:
     return tuple(None if i in shared else in_dims for i in range(n))
 
 
-def _of_one(func: Callable, args: tuple, kwargs: dict, which: tuple, has_aux: bool) -> tuple:
+def _compute_norm(func: Callable, args: tuple, kwargs: dict, which: tuple, has_aux: bool) -> tuple:
     """Return the norm of a gradient, the value, and the aux if there is one."""
-    call = called("per_example_grad_norm", func, *which)
-    if is_dynamo_compiling() or functorch_interop.needed():
+    call = describe_call("per_example_grad_norm", func, *which)
+    if is_dynamo_compiling() or functorch_interop.must_hand_over():
         argnums, argnames = which
         both = grad_and_value(func, argnums, has_aux, argnames=argnames)
         gradient, value = both(*args, **kwargs)
-        norm = _root([g.abs().square().sum() for g in pytree.leaves(gradient)])
+        norm = _take_root_of_sum([g.abs().square().sum() for g in pytree.get_leaves(gradient)])
         return norm, *(value if has_aux else (value,))
     outer = torch.is_grad_enabled()
-    with functorch_interop.eagerly(), reverse_mode.recording() as run:
-        given = Arguments(call, args, kwargs, *which)
-        variables = reverse_mode.variables(given.tensors)
-        out = given.call(func, reverse_mode.shown(variables, given.tensors))
-        value, *aux = argument_checks.with_aux(call, out, "value") if has_aux else (out,)
-        argument_checks.scalar(call, value)
-        scalar = bare(value)
+    with functorch_interop.run_eagerly(), reverse_mode.record_autograd() as run:
+        given = DiffArguments(call, args, kwargs, *which)
+        variables = reverse_mode.make_variables(given.tensors)
+        out = given.call(func, reverse_mode.restore_classes(variables, given.tensors))
+        value, *aux = argument_checks.split_aux(call, out, "value") if has_aux else (out,)
+        argument_checks.check_scalar_value(call, value)
+        scalar = unwrap_posed(value)
         with functions_off():  # a pass that is not recorded cuts tangents too
             leads = outer and reverse_mode.leads_outside((scalar,), run)
             recorded = leads or may_carry_tangents()
         squares = ghost_norm.squared_norms(scalar, variables, create_graph=recorded)
         with functions_off():
-            norm = _root(squares).to(_dtype(variables))
-    return reverse_mode.closed((norm, value, *aux), run, outer)
+            norm = _take_root_of_sum(squares).to(_find_norm_dtype(variables))
+    return reverse_mode.detach_from_run((norm, value, *aux), run, outer)
 
 
-def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+def _find_norm_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
     """Return the dtype of the norm: the widest of the tensors', and real."""
     found = tensors[0].dtype
     for x in tensors[1:]:
@@ -161,7 +161,7 @@ def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
     return found.to_real()
 
 
-def _root(squares: list[torch.Tensor]) -> torch.Tensor:
+def _take_root_of_sum(squares: list[torch.Tensor]) -> torch.Tensor:
     """Return the root of a sum, with derivative 0 at 0, as torch has it for a norm."""
     total = functools.reduce(torch.add, squares)
     zero = total == 0

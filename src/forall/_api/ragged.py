@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._api.nested_components import Components
+from forall._api.nested_components import NestedExamples
 from forall._compat import pytree
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import columns
+from forall._core.errors import format_columns
 from forall._core.levels import top
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forall._core.errors import Call
+    from forall._core.errors import TransformCall
 
     Tensor = torch.Tensor
 
 
-class Ragged:
+class RaggedResult:
     """One result of each example, unstacked; ``place`` is its out_dim."""
 
     __slots__ = ("examples", "place")
@@ -30,23 +30,23 @@ class Ragged:
         self.place = place
 
 
-def apiece(stack: Tensor, place: int) -> Tensor | Ragged:
+def split_examples(stack: Tensor, place: int) -> Tensor | RaggedResult:
     """Return a stack of results as single results; numbers stay stacked."""
     if stack.dim() < 2:
         return stack
-    return Ragged([*stack.unbind(place)], place)
+    return RaggedResult([*stack.unbind(place)], place)
 
 
-def together(parts: Sequence[Tensor | Ragged], order: list[int]) -> Ragged:
+def merge_ragged(parts: Sequence[Tensor | RaggedResult], order: list[int]) -> RaggedResult:
     """Return the results of groups of the examples, in the examples' order."""
-    place = next(part.place for part in parts if isinstance(part, Ragged))
-    rows = (t for p in parts for t in (p.examples if isinstance(p, Ragged) else p.unbind()))
+    place = next(part.place for part in parts if isinstance(part, RaggedResult))
+    rows = (t for p in parts for t in (p.examples if isinstance(p, RaggedResult) else p.unbind()))
     found = dict(zip(order, rows, strict=True))
-    return Ragged([found[n] for n in sorted(found)], place)
+    return RaggedResult([found[n] for n in sorted(found)], place)
 
 
-def joined(call: Call, tree: Any, given: Sequence[Any], *, always: bool) -> Any:
-    """Return the results with a nested tensor in the place of each `Ragged`.
+def nest_results(call: TransformCall, tree: Any, given: Sequence[Any], *, always: bool) -> Any:
+    """Return the results with a nested tensor in the place of each `RaggedResult`.
 
     The nested tensor is jagged if its examples differ in one dim at most. If it has the lengths of
     a mapped nested tensor among ``given``, it shares the offsets. Results of one shape are stacked,
@@ -54,7 +54,7 @@ def joined(call: Call, tree: Any, given: Sequence[Any], *, always: bool) -> Any:
     """
 
     def one(leaf: Any) -> Any:
-        if type(leaf) is not Ragged:
+        if type(leaf) is not RaggedResult:
             return leaf
         examples, place = leaf.examples, leaf.place
         shapes = [[*t.shape] for t in examples]
@@ -67,7 +67,7 @@ def joined(call: Call, tree: Any, given: Sequence[Any], *, always: bool) -> Any:
                 rows += [(f"example {n}", str(shapes[n])) for n in (0, other)]
             raise ValueError(
                 f"{call}: results of several shapes leave as a nested tensor, examples first.\n"
-                f"{columns(rows)}\n"
+                f"{format_columns(rows)}\n"
                 "Give out_dims=0 (its default), or return the same shape for every example."
             )
         if top() is not None or any(isinstance(t, Wrapper) for t in examples):
@@ -79,14 +79,14 @@ def joined(call: Call, tree: Any, given: Sequence[Any], *, always: bool) -> Any:
         if len({*map(len, shapes)}) > 1:
             rows = [(f"example {n}", str(shapes[n])) for n in (0, other or 0)]
             raise ValueError(
-                f"{call}: the results of the examples differ in rank.\n{columns(rows)}\n"
+                f"{call}: the results of the examples differ in rank.\n{format_columns(rows)}\n"
                 "A nested tensor has components of one rank. Return the same for every example."
             )
         several = sum(len({*sizes}) > 1 for sizes in zip(*shapes, strict=True))
         if several > 1:
             return torch.nested.as_nested_tensor(examples, layout=torch.strided)
         for argument in given:
-            found = argument.offsets_of(examples) if type(argument) is Components else None
+            found = argument.find_offsets(examples) if type(argument) is NestedExamples else None
             if found is not None:
                 offsets, d = found
                 values = torch.cat(examples, d)

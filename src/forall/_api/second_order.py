@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from forall._api import argument_checks
-from forall._api.argnums import called
-from forall._api.chunk_size import for_torch
-from forall._api.execution.auto_replay import replaying, told
-from forall._api.execution.chunked_map import each
-from forall._api.jacobian_blocks import First
-from forall._api.jvp import push
-from forall._api.linearize import program
+from forall._api.argnums import describe_call
+from forall._api.chunk_size import get_torch_chunk_size
+from forall._api.execution.auto_replay import collect_options, replay_transform
+from forall._api.execution.chunked_map import run_each_chunk
+from forall._api.jacobian_blocks import InnerJacobian
+from forall._api.jvp import push_forward
+from forall._api.linearize import linearize_with_aux
 from forall._api.typing import (
     Chunk,
     P,
@@ -107,22 +107,22 @@ def hvp(
         >>> forall.hvp(f)(x, v)                        # (3,)
         tensor([2., 4., 2.])
     """
-    how = told(
+    how = collect_options(
         "hvp", argnums=argnums, argnames=argnames, has_aux=has_aux, return_value=return_value
     )
-    argument_checks.callable_("hvp", func)
+    argument_checks.check_callable("hvp", func)
 
-    @replaying(func, how)
+    @replay_transform(func, how)
     def product(func: Callable, /, *args_and_vector: Any, **kwargs: Any) -> Any:
-        call = called("hvp", func, argnums, argnames)
-        args, vector = argument_checks.vector_last(call, args_and_vector)
-        first = First(call, func, args, kwargs, (argnums, argnames), has_aux)
-        vectors = argument_checks.vector_like(call, first.given, vector)
+        call = describe_call("hvp", func, argnums, argnames)
+        args, vector = argument_checks.split_off_vector(call, args_and_vector)
+        first = InnerJacobian(call, func, args, kwargs, (argnums, argnames), has_aux)
+        vectors = argument_checks.select_vector_leaves(call, first.given, vector)
         xs = tuple(first.given.tensors)
-        if functorch_interop.needed():
-            j, hv, y = functorch_interop.call("jvp", first, xs, vectors, has_aux=True)
+        if functorch_interop.must_hand_over():
+            j, hv, y = functorch_interop.call_torch_func("jvp", first, xs, vectors, has_aux=True)
         else:
-            j, hv, y = push(call, first, xs, vectors, strict=False, has_aux=True)
+            j, hv, y = push_forward(call, first, xs, vectors, strict=False, has_aux=True)
         return first.answer(first.tree(hv), j, y, return_value)
 
     return product
@@ -184,7 +184,7 @@ def hessian_diag(
         hessian_diag(f)(x)[o, i] = d^2 f(x)[o] / d x[i]^2.
 
     Cost: ``f`` is called once, and its Jacobian linearized (see `linearize`). Then as many
-    directions as there are numbers in ``x``, ``chunk_size`` at a time; so many columns of the
+    directions as there are numbers in ``x``, ``check_chunk_size`` at a time; so many columns of the
     Hessian are in memory, and no more.
 
     Trees: those of `jacrev`.
@@ -213,7 +213,7 @@ def hessian_diag(
                 [2., 0.]])
     """
     how, which = (
-        told(
+        collect_options(
             "hessian_diag",
             argnums=argnums,
             argnames=argnames,
@@ -223,7 +223,9 @@ def hessian_diag(
         ),
         (argnums, argnames),
     )
-    return _from_diagonal(how, func, which, has_aux, return_value, chunk_size, First.tree)
+    return _make_diagonal_transform(
+        how, func, which, has_aux, return_value, chunk_size, InnerJacobian.tree
+    )
 
 
 @overload
@@ -307,7 +309,7 @@ def laplacian(
         tensor(10.)
     """
     how, which = (
-        told(
+        collect_options(
             "laplacian",
             argnums=argnums,
             argnames=argnames,
@@ -317,65 +319,69 @@ def laplacian(
         ),
         (argnums, argnames),
     )
-    return _from_diagonal(how, func, which, has_aux, return_value, chunk_size, _trace)
+    return _make_diagonal_transform(
+        how, func, which, has_aux, return_value, chunk_size, _sum_diagonals
+    )
 
 
-def _from_diagonal(
+def _make_diagonal_transform(
     how: tuple,  # the transform's name and options
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
     return_value: bool,
     chunk_size: Chunk,
-    result: Callable[[First, list], Any],
+    result: Callable[[InnerJacobian, list], Any],
 ) -> Callable:
     """Return a transform: ``result`` of the diagonals of a call, and the value or aux."""
     verb = how[0]
-    argument_checks.callable_(verb, func)
-    argument_checks.chunk_size(verb, chunk_size)
+    argument_checks.check_callable(verb, func)
+    argument_checks.check_chunk_size(verb, chunk_size)
 
-    @replaying(func, how)
+    @replay_transform(func, how)
     def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        first = First(called(verb, func, *which), func, args, kwargs, which, has_aux)
-        found, j, y = _diagonal(first, chunk_size)
+        first = InnerJacobian(describe_call(verb, func, *which), func, args, kwargs, which, has_aux)
+        found, j, y = _find_diagonals(first, chunk_size)
         return first.answer(result(first, found), j, y, return_value)
 
     return second
 
 
-def _trace(first: First, diagonals: list) -> Any:
+def _sum_diagonals(first: InnerJacobian, diagonals: list) -> Any:
     xs = first.given.tensors
-    sums = [sum(map(_over, row, xs)) for row in diagonals]
+    sums = [sum(map(_sum_over_input, row, xs)) for row in diagonals]
     return pytree.unflatten(sums, first.spec)
 
 
-def _over(block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _sum_over_input(block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return a block (*O, *I) summed to (*O), for ``x`` of shape (*I)."""
     return block.reshape(*block.shape[: block.dim() - x.dim()], x.numel()).sum(-1)
 
 
-def _diagonal(first: First, chunk: Chunk) -> tuple[list, list, Any]:
+def _find_diagonals(first: InnerJacobian, chunk: Chunk) -> tuple[list, list, Any]:
     """Return d^2 y / d x^2 (*O, *I) for each output and input, then the results of ``first``."""
     xs = tuple(first.given.tensors)
-    if functorch_interop.needed():
-        chunk = for_torch(chunk)
+    if functorch_interop.must_hand_over():
+        chunk = get_torch_chunk_size(chunk)
         j, y = first(*xs)
 
-        def along(*directions: torch.Tensor) -> Any:
-            return functorch_interop.call("jvp", lambda *new: first(*new)[0], xs, directions)[1]
+        def push_along(*directions: torch.Tensor) -> Any:
+            return functorch_interop.call_torch_func(
+                "jvp", lambda *new: first(*new)[0], xs, directions
+            )[1]
 
-        columns = functorch_interop.call("vmap", along)
+        columns = functorch_interop.call_torch_func("vmap", push_along)
     else:
-        j, along, y = program(first.call, first, xs, has_aux=True)
-        columns = vmap(along)
+        j, push_along, y = linearize_with_aux(first.call, first, xs, has_aux=True)
+        columns = vmap(push_along)
     parts: list[list[list]] = [[[] for _ in row] for row in j]
 
     def some(numbers: range) -> list:
-        found = columns(*standard_basis.rows(xs, numbers.start, numbers.stop))
+        found = columns(*standard_basis.make_basis_rows(xs, numbers.start, numbers.stop))
         # A copy, because a view would keep all the columns in memory.
-        return [(at, d.clone()) for at, d in _on_diagonal(found, xs, numbers)]
+        return [(at, d.clone()) for at, d in _take_diagonal_entries(found, xs, numbers)]
 
-    for found in each(some, sum(x.numel() for x in xs), chunk or COLUMNS, xs, "column"):
+    for found in run_each_chunk(some, sum(x.numel() for x in xs), chunk or COLUMNS, xs, "column"):
         for (o, i), entries in found:
             parts[o][i].append(entries)
     whole = [
@@ -385,7 +391,7 @@ def _diagonal(first: First, chunk: Chunk) -> tuple[list, list, Any]:
     return whole, j, y
 
 
-def _on_diagonal(found: list, xs: tuple, numbers: range) -> Any:
+def _take_diagonal_entries(found: list, xs: tuple, numbers: range) -> Any:
     """Yield the diagonal entries (*O, some of I) of columns ``numbers`` (C, *O, *I)."""
     first = 0
     for i, x in enumerate(xs):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from forall._compat.tensor_subclass import (
-    bare,
-    is_dressed,
-    kind_of,
-    worn,
+    convert_to_class,
+    get_users_class,
+    is_of_users_class,
+    unwrap_posed,
 )
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import kind
-from forall._core.levels import outside
+from forall._core.errors import type_name_of
+from forall._core.levels import run_outside
 from forall._vmap import boundary
-from forall._vmap.batched_tensor import Batched
+from forall._vmap.batched_tensor import BatchedTensor
 
 
 def stacked(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,23 +51,25 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"stacked: the argument is no tensor.\n    given   {kind(tensor)}\n"
+            f"stacked: the argument is no tensor.\n    given   {type_name_of(tensor)}\n"
             "Give it one tensor at a time."
         )
-    known, tensor = tensor, bare(tensor)
+    known, tensor = tensor, unwrap_posed(tensor)
     first = True
     while isinstance(tensor, Wrapper) and (first or not tensor.level.active):
         level, first = tensor.level, False
-        if isinstance(tensor, Batched):
-            with outside(level):
-                tensor = boundary.leave(tensor, 0, level)  # pyright: ignore[reportArgumentType]
+        if isinstance(tensor, BatchedTensor):
+            with run_outside(level):
+                tensor = boundary.example_to_stack(tensor, 0, level)  # pyright: ignore[reportArgumentType]
         elif level.active:
             raise NotImplementedError(
                 "stacked: a value of a jvp that is running has a tangent, which would be lost.\n"
                 "Take the stack outside the jvp, or of x.detach()."
             )
         else:
-            tensor = level.afterwards(tensor)
+            tensor = level.fallback_value(tensor)
     return (
-        tensor if tensor is bare(known) or not is_dressed(known) else worn(tensor, kind_of(known))
+        tensor
+        if tensor is unwrap_posed(known) or not is_of_users_class(known)
+        else convert_to_class(tensor, get_users_class(known))
     )

@@ -77,7 +77,7 @@ def install() -> tuple[str, ...]:
     """
     with _state.lock:
         _state.is_asked_for = True
-        return _put_ours()
+        return _install_forall()
 
 
 def uninstall() -> None:
@@ -102,7 +102,7 @@ def uninstall() -> None:
     """
     with _state.lock:
         _state.is_asked_for = False
-        _put_torchs_unless_needed()
+        _restore_torch_unless_needed()
 
 
 @contextlib.contextmanager
@@ -130,15 +130,15 @@ def installed() -> Iterator[tuple[str, ...]]:
         _state.blocks += 1
     try:
         with _state.lock:
-            names = _put_ours()
+            names = _install_forall()
         yield names
     finally:
         with _state.lock:
             _state.blocks -= 1
-            _put_torchs_unless_needed()
+            _restore_torch_unless_needed()
 
 
-class _State:
+class _Installation:
     """The requests for forall to be installed, and whether it is."""
 
     def __init__(self) -> None:
@@ -148,22 +148,22 @@ class _State:
         self.is_there = False  # True while forall is installed
 
 
-_state = _State()
+_state = _Installation()
 
 
-def _put_ours() -> tuple[str, ...]:
+def _install_forall() -> tuple[str, ...]:
     _state.is_there = True
-    return _replace({id(torchs): ours for torchs, ours in _pairs()}, _may_take_ours)
+    return _rebind_names({id(torchs): ours for torchs, ours in _pair_functions()}, _may_be_rebound)
 
 
-def _put_torchs_unless_needed() -> None:
+def _restore_torch_unless_needed() -> None:
     if _state.is_there and not _state.is_asked_for and not _state.blocks:
-        _replace({id(ours): torchs for torchs, ours in _pairs()}, _is_not_of_forall)
+        _rebind_names({id(ours): torchs for torchs, ours in _pair_functions()}, _is_outside_forall)
         _state.is_there = False
 
 
 @cache
-def _pairs() -> tuple[tuple[Any, Any], ...]:
+def _pair_functions() -> tuple[tuple[Any, Any], ...]:
     """Return torch's functions, each with the one of forall's that takes its place.
 
     Forall's are copies: a name bound to a copy was put there, or imported from there. Names that
@@ -173,13 +173,13 @@ def _pairs() -> tuple[tuple[Any, Any], ...]:
     for ours in OURS:
         name = ours.__name__
         pairs.append((functorch_interop.OWN[name], _copy(ours, "torch.func")))
-        older = getattr(_functorch(), name, None)  # one that warns, and calls torch.func's
+        older = getattr(_import_functorch(), name, None)  # one that warns, and calls torch.func's
         if isinstance(older, FunctionType) and older is not functorch_interop.OWN[name]:
             pairs.append((older, _copy(ours, "functorch")))
     return tuple(pairs)
 
 
-def _functorch() -> ModuleType | None:
+def _import_functorch() -> ModuleType | None:
     """Return the package that torch.func has come from, which torch may leave out one day."""
     try:
         return importlib.import_module("functorch")
@@ -200,21 +200,21 @@ def _copy(ours: Any, module: str) -> Any:
     return made
 
 
-def _may_take_ours(module: str) -> bool:
+def _may_be_rebound(module: str) -> bool:
     """Return True if names of a module may be rebound: torch's private modules call each other."""
     if module in ("torch", "torch.func", "functorch"):
         return True
     return module.partition(".")[0] not in ("torch", "functorch", "forall")
 
 
-def _is_not_of_forall(module: str) -> bool:
+def _is_outside_forall(module: str) -> bool:
     return module.partition(".")[0] != "forall"
 
 
-def _replace(new: dict[int, Any], is_wanted: Callable[[str], bool]) -> tuple[str, ...]:
+def _rebind_names(new: dict[int, Any], is_wanted: Callable[[str], bool]) -> tuple[str, ...]:
     """Rebind names in all modules from these objects, by id, to others: all of them, or none."""
     found = []
-    for module, names in _namespaces():
+    for module, names in _iterate_namespaces():
         if is_wanted(module):
             now = names.copy()  # other threads may be importing
             if not new.keys().isdisjoint(map(id, now.values())):
@@ -232,7 +232,7 @@ def _replace(new: dict[int, Any], is_wanted: Callable[[str], bool]) -> tuple[str
     return tuple(sorted({f"{module}.{name}" for module, _, name, _ in found}))
 
 
-def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+def _iterate_namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the namespace of each module that is loaded."""
     seen = set()  # a module may have two names
     for name, module in sys.modules.copy().items():

@@ -8,8 +8,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, dynamo_call
-from forall._api.argnums import Moved
-from forall._api.execution.auto_replay import replayed
+from forall._api.argnums import DiffLeaves
+from forall._api.execution.auto_replay import make_replayable
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level, reverse_mode
 from forall._compat import (
@@ -17,20 +17,20 @@ from forall._compat import (
     profiler,
     pytree,
 )
-from forall._compat.autograd_graph import nodes
-from forall._compat.dispatch_state import functions_off, torch_funcs
-from forall._compat.inference_mode import ordinary
-from forall._compat.lazy_bits import lazy_zeros_pass
-from forall._compat.tensor_subclass import bare
+from forall._compat.autograd_graph import iterate_nodes
+from forall._compat.dispatch_state import functions_off, is_functorch_wrapped
+from forall._compat.inference_mode import copy_if_inference
+from forall._compat.lazy_bits import pass_lazy_zeros
+from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.transform_call import call_transform
 from forall._compat.wrapper_tensor import has_history
-from forall._core.errors import Call
-from forall._core.levels import Level, lift, outside, top
-from forall._divergence import users
+from forall._core.errors import TransformCall
+from forall._core.levels import Level, lift, run_outside, top
+from forall._divergence import convert_if_running
 from forall._vmap import boundary
-from forall._vmap.batched_tensor import wrap
-from forall._vmap.outer_graph import sum_what_leaves
-from forall._vmap.vmap_level import VmapLevel, running
+from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.outer_graph import sum_leaving_cotangents
+from forall._vmap.vmap_level import VmapLevel, run_vmap_level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,7 +46,7 @@ def vjp(
 ) -> tuple[R, Callable[..., tuple[*Ts]], X]: ...
 @overload
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any: ...
-@profiler.named(lambda func: str(Call("vjp", func)))
+@profiler.profile_calls(lambda func: str(TransformCall("vjp", func)))
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function and its pull-back, by reverse mode.
 
@@ -83,57 +83,66 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         >>> pull(torch.tensor([1.0, 0.0, 10.0]))       # (3,) -> (2,)
         (tensor([43.,  2.]),)
     """
-    argument_checks.callable_("vjp", func)
-    if is_dynamo_compiling() and not functorch_interop.needed():
-        return dynamo_call.call("vjp", {"has_aux": has_aux}, func, primals, {})
-    if functorch_interop.compiler_listens():
-        with functorch_interop.eagerly():
+    argument_checks.check_callable("vjp", func)
+    if is_dynamo_compiling() and not functorch_interop.must_hand_over():
+        return dynamo_call.call_transform("vjp", {"has_aux": has_aux}, func, primals, {})
+    if functorch_interop.is_dynamo_listening():
+        with functorch_interop.run_eagerly():
             return vjp(func, *primals, has_aux=has_aux)
-    if functorch_interop.needed():
-        return functorch_interop.call("vjp", func, *primals, has_aux=has_aux)
-    call = Call("vjp", func)
-    pull, value, aux = call_transform(pullback, call, replayed(func), primals, has_aux)
+    if functorch_interop.must_hand_over():
+        return functorch_interop.call_torch_func("vjp", func, *primals, has_aux=has_aux)
+    call = TransformCall("vjp", func)
+    pull, value, aux = call_transform(
+        record_pullback, call, make_replayable(func), primals, has_aux
+    )
 
-    @functorch_interop.left_to_python
+    @functorch_interop.exclude_from_dynamo
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> tuple:
         """Pull cotangents, shaped like the output, back to the primals."""
         del create_graph  # decided by what the result can reach
-        cots = argument_checks.cotangents(call, pull.outputs, pull.out_spec, cotangents)
-        found = call_transform(pull.at, top(), cots, retain_graph=retain_graph)
-        return pull.moved.shaped(found)
+        cots = argument_checks.check_cotangents(call, pull.outputs, pull.out_spec, cotangents)
+        found = call_transform(pull.pull_back_at, top(), cots, retain_graph=retain_graph)
+        return pull.moved.unflatten_results(found)
 
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
 
 
-def pullback(
-    call: Call, func: Callable, primals: tuple, has_aux: bool
-) -> tuple[Pullback, Any, Any]:
+def record_pullback(
+    call: TransformCall, func: Callable, primals: tuple, has_aux: bool
+) -> tuple[GraphPullback, Any, Any]:
     """Run ``func`` on fresh variables, for `vjp` and `jacrev`, and return its pull-back."""
     outer = torch.is_grad_enabled()
-    with functorch_interop.eagerly(), reverse_mode.recording() as run:
-        moved = Moved(call, primals, primals)
-        own = reverse_mode.variables(moved.tensors)
-        out = users(func)(*moved.put(reverse_mode.shown(own, moved.tensors)))
+    with functorch_interop.run_eagerly(), reverse_mode.record_autograd() as run:
+        moved = DiffLeaves(call, primals, primals)
+        own = reverse_mode.make_variables(moved.tensors)
+        out = convert_if_running(func)(
+            *moved.replace_tensors(reverse_mode.restore_classes(own, moved.tensors))
+        )
         aux = None
         if has_aux:
-            out, aux = argument_checks.with_aux(call, out)
-        outputs, out_spec = argument_checks.outputs(call, out)
-        argument_checks.floating(call, outputs)
-    pull = Pullback(run, own, moved, [*map(bare, outputs)], out_spec)
+            out, aux = argument_checks.split_aux(call, out)
+        outputs, out_spec = argument_checks.check_outputs(call, out)
+        argument_checks.check_floating_outputs(call, outputs)
+    pull = GraphPullback(run, own, moved, [*map(unwrap_posed, outputs)], out_spec)
     value = pytree.unflatten(outputs, out_spec)
-    value, aux = reverse_mode.closed((value, aux), run, outer)
+    value, aux = reverse_mode.detach_from_run((value, aux), run, outer)
     return pull, value, aux
 
 
-class Pullback:
+class GraphPullback:
     """The graph from fresh variables to outputs, at the level that it was recorded in."""
 
     _nodes: set | None = None
 
     def __init__(
-        self, run: reverse_mode.Run, own: list, moved: Moved, outputs: list, out_spec: Any
+        self,
+        run: reverse_mode.VariableScope,
+        own: list,
+        moved: DiffLeaves,
+        outputs: list,
+        out_spec: Any,
     ) -> None:
         self.run = run
         self.own = own
@@ -142,7 +151,7 @@ class Pullback:
         self.out_spec = out_spec
         self.level = top()
 
-    def at(self, level: Level | None, cots: list, *, retain_graph: bool = True) -> list:
+    def pull_back_at(self, level: Level | None, cots: list, *, retain_graph: bool = True) -> list:
         """Pull back cotangents of ``level``, which may be inside the graph's own.
 
         The graph's values are constant in every level entered since, and the pull-back is linear.
@@ -151,7 +160,7 @@ class Pullback:
         """
         if level is self.level or not self._is_inside(level):
             return self._run(cots, retain_graph)
-        if any(torch_funcs(c) for c in cots):
+        if any(is_functorch_wrapped(c) for c in cots):
             raise NotImplementedError(
                 "vjp: its function is called inside a transform of torch.func that is itself "
                 "inside one of forall.\n"
@@ -159,76 +168,84 @@ class Pullback:
                 "Use forall's transform in the place of torch.func's."
             )
         cots = [lift(c, level) for c in cots]
-        with outside(level):
+        with run_outside(level):
             if isinstance(level, jvp_level.JvpLevel):
-                return _each(lambda parts: self.at(level.parent, parts), cots, level)
-            stacks = [boundary.leave(c, 0, level) for c in cots]
-            pulled = self.stacked(stacks, level.parent)
-            return [boundary.enter(g, 0, level) for g in pulled]
+                return _pull_back_duals(
+                    lambda parts: self.pull_back_at(level.parent, parts), cots, level
+                )
+            stacks = [boundary.example_to_stack(c, 0, level) for c in cots]
+            pulled = self.pull_back_stacked(stacks, level.parent)
+            return [boundary.stack_to_example(g, 0, level) for g in pulled]
 
     def _is_inside(self, level: Level | None) -> bool:
         while level is not None and level is not self.level:
             level = level.parent
         return level is self.level
 
-    def stacked(self, stacks: list, level: Level | None) -> list:
+    def pull_back_stacked(self, stacks: list, level: Level | None) -> list:
         """Pull back stacks (N, *O) of cotangents that are values of ``level``, all N at once."""
         if level is not self.level and self._is_inside(level):
             n = stacks[0].shape[0]
             stacks = [lift(s, level) for s in stacks]
-            with outside(level):
+            with run_outside(level):
                 if isinstance(level, jvp_level.JvpLevel):
-                    return _each(lambda parts: self.stacked(parts, level.parent), stacks, level)
-                folded = [boundary.leave(s, 0, level).flatten(0, 1) for s in stacks]
-                pulled = self.stacked(folded, level.parent)
-                return [boundary.enter(g.unflatten(0, (-1, n)), 0, level) for g in pulled]
+                    return _pull_back_duals(
+                        lambda parts: self.pull_back_stacked(parts, level.parent), stacks, level
+                    )
+                folded = [boundary.example_to_stack(s, 0, level).flatten(0, 1) for s in stacks]
+                pulled = self.pull_back_stacked(folded, level.parent)
+                return [
+                    boundary.stack_to_example(g.unflatten(0, (-1, n)), 0, level) for g in pulled
+                ]
         return self._run_stacked(stacks)
 
     def _run(self, cots: list, retain_graph: bool) -> list:
         outer = torch.is_grad_enabled()
-        with reverse_mode.recording() as run, reverse_mode.tangents_pass():
+        with reverse_mode.record_autograd() as run, reverse_mode.hide_ended_tangents():
             run.include(self.run)
-            found = reverse_mode.gradients(
+            found = reverse_mode.compute_gradients(
                 tuple(self.outputs),
-                tuple(map(ordinary, cots)),
+                tuple(map(copy_if_inference, cots)),
                 self.own,
                 retain_graph=retain_graph,
                 closes=None if any(map(has_history, cots)) else run,
             )
-        return reverse_mode.closed(found, run, outer)
+        return reverse_mode.detach_from_run(found, run, outer)
 
     def _run_stacked(self, stacks: list) -> list:
         outer = torch.is_grad_enabled()
-        with reverse_mode.recording() as run, reverse_mode.tangents_pass():
+        with reverse_mode.record_autograd() as run, reverse_mode.hide_ended_tangents():
             run.include(self.run)
-            stacks = [*map(ordinary, stacks)]
-            found = self._pulled(
-                lambda ys, cots: reverse_mode.gradients(ys, cots, self.own), stacks
+            stacks = [*map(copy_if_inference, stacks)]
+            found = self._pull_back_batched(
+                lambda ys, cots: reverse_mode.compute_gradients(ys, cots, self.own), stacks
             )
-        return reverse_mode.closed(found, run, outer)
+        return reverse_mode.detach_from_run(found, run, outer)
 
-    def _pulled(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
+    def _pull_back_batched(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
         """Return the results of ``pull`` for N cotangents of each output: (N, *I), or None."""
         if stacks[0].shape[0] == 1:  # a plain pass, without a level
             found = pull(tuple(self.outputs), tuple(s.squeeze(0) for s in stacks))
             return [None if g is None else g.unsqueeze(0) for g in found]
         level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
-        with running(level), lazy_zeros_pass():
-            found = pull(tuple(self.outputs), tuple(wrap(s, 0, level) for s in stacks))
-        found = [None if g is None else self._unstacked(g, level) for g in found]
+        with run_vmap_level(level), pass_lazy_zeros():
+            found = pull(tuple(self.outputs), tuple(wrap_stack(s, 0, level) for s in stacks))
+        found = [None if g is None else self._unbatch_gradient(g, level) for g in found]
         if level.crosses:
             with functions_off():
-                sum_what_leaves(level, [g for g in found if g is not None], self._older())
+                sum_leaving_cotangents(
+                    level, [g for g in found if g is not None], self._get_recorded_nodes()
+                )
         return found
 
-    def _older(self) -> set:
+    def _get_recorded_nodes(self) -> set:
         """Return the nodes that existed before a backward pass."""
         if self._nodes is None:
-            self._nodes = {*nodes(self.outputs)}
+            self._nodes = {*iterate_nodes(self.outputs)}
         return self._nodes
 
     @staticmethod
-    def _unstacked(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+    def _unbatch_gradient(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
         """Return a gradient as (N, *I), with the history that it has outside."""
         value, axis = (g.value, g.axis) if getattr(g, "level", None) is level else (g, None)
         if axis is None:
@@ -236,9 +253,9 @@ class Pullback:
         return value if axis == 0 else value.movedim(axis, 0)
 
 
-def _each(pull: Callable[[list], list], duals: list, level: jvp_level.JvpLevel) -> list:
+def _pull_back_duals(pull: Callable[[list], list], duals: list, level: jvp_level.JvpLevel) -> list:
     """Apply a linear ``pull`` to values of a jvp level: to the primals, and to the tangents."""
-    pairs = [jvp_level.unpack(d, level) for d in duals]
+    pairs = [jvp_level.unpack_dual(d, level) for d in duals]
     primals = pull([p for p, _ in pairs])
     tangents = pull([torch.zeros_like(p) if t is None else t for p, t in pairs])
     return [jvp_level.make_dual(p, t, level) for p, t in zip(primals, tangents, strict=True)]

@@ -11,14 +11,18 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, mapped_inputs, ragged
-from forall._api.chunk_size import for_torch
+from forall._api.chunk_size import get_torch_chunk_size
 from forall._api.execution import strategy
-from forall._api.execution.auto_replay import replaying, told
-from forall._api.execution.chunked_map import in_chunks
-from forall._api.execution.groups import once_more, rows
-from forall._api.execution.loop_or_batch import Settled
-from forall._api.nested_components import Components, by_shape
-from forall._api.subclass_arguments import Looks, looks, stacked_by_class
+from forall._api.execution.auto_replay import collect_options, replay_transform
+from forall._api.execution.chunked_map import run_in_chunks
+from forall._api.execution.groups import Rollback, select_rows
+from forall._api.execution.loop_or_batch import SettledCalls
+from forall._api.nested_components import NestedExamples, group_by_shape
+from forall._api.subclass_arguments import (
+    ExampleAttributes,
+    find_example_attributes,
+    stack_by_class,
+)
 from forall._api.typing import Chunk, P, R
 from forall._compat import (
     functorch_interop,
@@ -27,20 +31,20 @@ from forall._compat import (
     trace_modes,
 )
 from forall._compat.dispatch_state import functions_off
-from forall._compat.tensor_subclass import carried, is_dressed, undressed
+from forall._compat.tensor_subclass import is_of_users_class, restore_users_class, strip_users_class
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import users_instruction
-from forall._core.errors import Call, Origin
+from forall._core.call_site import find_users_instruction
+from forall._core.errors import CallOrigin, TransformCall
 from forall._core.levels import top
-from forall._divergence.batched_scalar import Number, as_tensor
-from forall._random.key_scope import entered as drawing_in
+from forall._divergence.batched_scalar import BatchedScalar, number_to_tensor
+from forall._random.key_scope import enter_scope as drawing_in
 from forall._vmap import boundary
-from forall._vmap.batched_tensor import Batched, without_ended
-from forall._vmap.concretize_listeners import Limit, Traced, heard_by
-from forall._vmap.mutation.mutation_log import memory
-from forall._vmap.randomness import Draws
-from forall._vmap.sparse_stack import of_coordinates
-from forall._vmap.vmap_level import VmapLevel, running
+from forall._vmap.batched_tensor import BatchedTensor, replace_ended_args
+from forall._vmap.concretize_listeners import StepLimit, TracerListener, add_listeners
+from forall._vmap.mutation.mutation_log import get_memory_key
+from forall._vmap.randomness import CallRandomness
+from forall._vmap.sparse_stack import to_coordinates
+from forall._vmap.vmap_level import VmapLevel, run_vmap_level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,7 +143,7 @@ def vmap(
         >>> vmap(root)(torch.tensor([1.0, 4.0, 100.0]))
         tensor([ 1.,  2., 10.])
     """
-    given = told(
+    given = collect_options(
         "vmap",
         in_dims=in_dims,
         out_dims=out_dims,
@@ -149,30 +153,33 @@ def vmap(
         ragged=ragged,
         max_steps=max_steps,
     )
-    argument_checks.callable_("vmap", func)
-    argument_checks.randomness("vmap", randomness, keys=True)
-    argument_checks.chunk_size("vmap", chunk_size)
-    argument_checks.divergence("vmap", divergence)
-    argument_checks.max_steps("vmap", max_steps)
+    argument_checks.check_callable("vmap", func)
+    argument_checks.check_randomness("vmap", randomness, keys=True)
+    argument_checks.check_chunk_size("vmap", chunk_size)
+    argument_checks.check_divergence("vmap", divergence)
+    argument_checks.check_max_steps("vmap", max_steps)
 
     how = in_dims, out_dims, randomness, chunk_size
-    return _mapped(func, given, how, Options(divergence, ragged, max_steps, None))
+    return _make_mapped(func, given, how, VmapOptions(divergence, ragged, max_steps, None))
 
 
-def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Callable:
+def _make_mapped(func: Callable, given: tuple, how: tuple, options: VmapOptions) -> Callable:
     """Return the mapped function of `vmap`."""
-    settled = Settled(func, *how[:2]) if is_simple(how, options) else None
+    settled = SettledCalls(func, *how[:2]) if can_be_settled(how, options) else None
 
-    @replaying(func, given, settled)
-    def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        return Verb(func, *how).run(options, args, kwargs)
+    @replay_transform(func, given, settled)
+    def run_mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        return VmapSpec(func, *how).run(options, args, kwargs)
 
     if not is_dynamo_compiling():
-        vars(mapped)["__forall_run__"] = Verb(func, *how).run, options  # what `explain` asks for
-    return mapped
+        vars(run_mapped)["__forall_run__"] = (
+            VmapSpec(func, *how).run,
+            options,
+        )  # what `explain` asks for
+    return run_mapped
 
 
-class Verb(NamedTuple):
+class VmapSpec(NamedTuple):
     """The arguments of `vmap`."""
 
     func: Callable
@@ -181,44 +188,51 @@ class Verb(NamedTuple):
     randomness: Any
     chunk_size: Chunk
 
-    def run(self, options: Options, args: tuple, kwargs: dict) -> Any:
+    def run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
         """Run one call of the mapped function."""
         func, in_dims, out_dims, randomness, chunk_size = self
-        call = Call("vmap", func, in_dims=in_dims)
+        call = TransformCall("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
-            args, kwargs, *dims = mapped_inputs.named(call, func, in_dims, args, kwargs)
-            if functorch_interop.needed():
-                argument_checks.no_key(call, randomness)
-                return functorch_interop.call_named(
-                    func, tuple(dims), out_dims, randomness, for_torch(chunk_size)
+            args, kwargs, *dims = mapped_inputs.bind_named_dims(call, func, in_dims, args, kwargs)
+            if functorch_interop.must_hand_over():
+                argument_checks.refuse_key_randomness(call, randomness)
+                return functorch_interop.vmap_with_named_dims(
+                    func, tuple(dims), out_dims, randomness, get_torch_chunk_size(chunk_size)
                 )(*args, **kwargs)
         else:
             dims = [in_dims]
-            if functorch_interop.needed():
-                argument_checks.no_key(call, randomness)
-                return functorch_interop.call(
-                    "vmap", func, in_dims, out_dims, randomness, chunk_size=for_torch(chunk_size)
+            if functorch_interop.must_hand_over():
+                argument_checks.refuse_key_randomness(call, randomness)
+                return functorch_interop.call_torch_func(
+                    "vmap",
+                    func,
+                    in_dims,
+                    out_dims,
+                    randomness,
+                    chunk_size=get_torch_chunk_size(chunk_size),
                 )(*args, **kwargs)
-        places = mapped_inputs.Places(Call("vmap", func, out_dims=out_dims), out_dims)
-        args, kwargs = mapped_inputs.opened(args, kwargs, *dims)
-        entering = Entering(*mapped_inputs.inputs(call, args, kwargs, *dims), (args, kwargs), {})
-        for x in entering.leaves:
-            if type(x) is not torch.Tensor and is_dressed(x):
-                entering = entering.looked_at(call)
-                break
-        origin = Origin(
-            call, users_instruction(), trace_modes.counted(entering.size), entering.size
+        places = mapped_inputs.OutDims(TransformCall("vmap", func, out_dims=out_dims), out_dims)
+        args, kwargs = mapped_inputs.unwrap_collections(args, kwargs, *dims)
+        entering = MappedArguments(
+            *mapped_inputs.check_inputs(call, args, kwargs, *dims), (args, kwargs), {}
         )
-        is_ragged = any(type(x) is Components for x in entering.leaves)
+        for x in entering.leaves:
+            if type(x) is not torch.Tensor and is_of_users_class(x):
+                entering = entering.strip_user_classes(call)
+                break
+        origin = CallOrigin(
+            call, find_users_instruction(), trace_modes.make_range(entering.size), entering.size
+        )
+        is_ragged = any(type(x) is NestedExamples for x in entering.leaves)
         told = options._replace(ragged=True) if is_ragged else options
-        whole = Mapping(func, entering, places, Draws(randomness), origin, told)
-        result = whole.run() if chunk_size is None else in_chunks(whole, chunk_size)
+        whole = MappedCall(func, entering, places, CallRandomness(randomness), origin, told)
+        result = whole.run() if chunk_size is None else run_in_chunks(whole, chunk_size)
         if not whole.options.ragged:
             return result
-        return ragged.joined(places.call, result, entering.leaves, always=options.ragged)
+        return ragged.nest_results(places.call, result, entering.leaves, always=options.ragged)
 
 
-class Options(NamedTuple):
+class VmapOptions(NamedTuple):
     """The options for running examples that diverge."""
 
     divergence: str
@@ -226,32 +240,32 @@ class Options(NamedTuple):
     max_steps: int | None
     report: Report | None
 
-    spares = False  # True if a run is undone when memory does not suffice
+    retries_on_oom = False  # True if a run is undone when memory does not suffice
 
-    def listening(self, func: Callable, level: VmapLevel) -> Any:
+    def listen_to_tests(self, func: Callable, level: VmapLevel) -> Any:
         """Return a context in which listeners are notified of tests on values."""
         listeners: list[Listener] = []
-        if trace_modes.are_on():
-            listeners.append(Traced(Call("vmap", func)))
+        if trace_modes.is_tracer_on():
+            listeners.append(TracerListener(TransformCall("vmap", func)))
         if self.max_steps is not None:
-            call = Call("vmap", func, max_steps=self.max_steps)
-            level.limit = Limit(call, level, self.max_steps)
+            call = TransformCall("vmap", func, max_steps=self.max_steps)
+            level.limit = StepLimit(call, level, self.max_steps)
             listeners.append(level.limit)
         if self.report is not None:
-            self.report.begins(level)
+            self.report.begin_run(level)
             listeners.append(self.report)
-        return heard_by(listeners) if listeners else _NOBODY
+        return add_listeners(listeners) if listeners else _NOBODY
 
-    def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
+    def must_rerun(self, level: VmapLevel, error: BaseException | None) -> bool:
         """Return True if a run that ended with this error is to be run again, in groups."""
         return False
 
 
-_USUAL = Options("split", ragged=False, max_steps=None, report=None)
+_USUAL = VmapOptions("split", ragged=False, max_steps=None, report=None)
 
 
-def is_simple(how: tuple, options: Options) -> bool:
-    """Return True for arguments of `vmap` that `Settled` supports."""
+def can_be_settled(how: tuple, options: VmapOptions) -> bool:
+    """Return True for arguments of `vmap` that `SettledCalls` supports."""
     in_dims, _, randomness, chunk_size = how
     dims = in_dims if type(in_dims) is tuple else (in_dims,)
     if chunk_size is not None or type(randomness) is not str or options != _USUAL:
@@ -259,7 +273,7 @@ def is_simple(how: tuple, options: Options) -> bool:
     return all(dim is None or type(dim) is int for dim in dims)
 
 
-class Entering(NamedTuple):
+class MappedArguments(NamedTuple):
     """The arguments of a call, each with the dim that counts its examples, or None."""
 
     leaves: list
@@ -267,16 +281,16 @@ class Entering(NamedTuple):
     dims: list
     size: int
     given: tuple  # args and kwargs, as they came
-    looks: dict[int, Looks]  # by the position of a leaf of a class of the user's
+    looks: dict[int, ExampleAttributes]  # by the position of a leaf of a class of the user's
 
-    def looked_at(self, call: Call) -> Entering:
+    def strip_user_classes(self, call: TransformCall) -> MappedArguments:
         """Return the arguments as plain tensors, with the user's classes noted in ``looks``."""
         found = {
-            i: looks(call, leaf, dim, self.size)
+            i: find_example_attributes(call, leaf, dim, self.size)
             for i, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True))
-            if dim is not None and is_dressed(leaf)
+            if dim is not None and is_of_users_class(leaf)
         }
-        leaves = [undressed(x) if i in found else x for i, x in enumerate(self.leaves)]
+        leaves = [strip_users_class(x) if i in found else x for i, x in enumerate(self.leaves)]
         return self._replace(leaves=leaves, looks=found)
 
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
@@ -284,7 +298,7 @@ class Entering(NamedTuple):
         old, old_named = self.given
         if not old_named and len(old) == len(entered) and all(map(is_, old, self.leaves)):
             return tuple(entered), {}
-        args, kwargs = pytree.unflatten(entered, tensordict.of_one(self.spec, self.dims))
+        args, kwargs = pytree.unflatten(entered, tensordict.make_example_spec(self.spec, self.dims))
         if None not in self.dims:
             return args, kwargs
         by_place, by_name = (s.children() for s in self.spec.children())
@@ -299,21 +313,21 @@ class Entering(NamedTuple):
         return args, {**kwargs, **named}
 
 
-class Mapping(NamedTuple):
+class MappedCall(NamedTuple):
     """One call of a mapped function, on all or some of its examples."""
 
     func: Callable
-    entering: Entering
-    places: mapped_inputs.Places
-    draws: Draws
-    origin: Origin
-    options: Options
+    entering: MappedArguments
+    places: mapped_inputs.OutDims
+    draws: CallRandomness
+    origin: CallOrigin
+    options: VmapOptions
 
-    def some(self, numbers: Sequence[int]) -> Mapping:
+    def some(self, numbers: Sequence[int]) -> MappedCall:
         """Return the call on some of the examples, from 0: views for a range, else copies."""
         entering, origin = self.entering, self.origin
         leaves = [
-            leaf if dim is None else _some(leaf, dim, numbers)
+            leaf if dim is None else _select_examples(leaf, dim, numbers)
             for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
         ]
         if isinstance(numbers, range):
@@ -327,7 +341,7 @@ class Mapping(NamedTuple):
                 leaves=leaves,
                 size=len(numbers),
                 looks={
-                    i: found.of_some(lambda t: _some(t, 0, numbers))
+                    i: found.select_attributes(lambda t: _select_examples(t, 0, numbers))
                     for i, found in entering.looks.items()
                 },
             ),
@@ -336,12 +350,12 @@ class Mapping(NamedTuple):
 
     def run(self) -> Any:
         """Run all examples at once, or in groups if they diverge or have several shapes."""
-        components = [x for x in self.entering.leaves if type(x) is Components]
+        components = [x for x in self.entering.leaves if type(x) is NestedExamples]
         if components:
-            return pytree.unflatten(*strategy.run_groups(self, by_shape(components)))
-        return pytree.unflatten(*strategy.run(self))
+            return pytree.unflatten(*strategy.run_groups(self, group_by_shape(components)))
+        return pytree.unflatten(*strategy.run_mapped_call(self))
 
-    def once(self) -> tuple[list, Any]:
+    def run_once(self) -> tuple[list, Any]:
         """Run the function once; raise `Groups` if its examples diverge."""
         level = VmapLevel(self.entering.size, self.draws.flag, top())
         level.origin = self.origin
@@ -352,85 +366,89 @@ class Mapping(NamedTuple):
         for i, dim in enumerate(entering.dims):
             if dim is not None:
                 leaf = entering.leaves[i]
-                level.ledger.arguments.append(leaf)
-                entered[i] = boundary.enter(of_coordinates(leaf), dim, level)
+                level.mutation_log.arguments.append(leaf)
+                entered[i] = boundary.stack_to_example(to_coordinates(leaf), dim, level)
         examples = entered
         if entering.looks:
             examples = [*entered]
             for i, found in entering.looks.items():
-                examples[i] = found.given_to(entered[i], level)
+                examples[i] = found.put_on_example(entered[i], level)
         args, kwargs = entering.unflatten(examples)
         with (
-            once_more(self, level),
-            functorch_interop.eagerly(),
-            running(level),
+            Rollback(self, level),
+            functorch_interop.run_eagerly(),
+            run_vmap_level(level),
             drawing_in(level.scope),
         ):
-            with self.options.listening(self.origin.call.func, level):
+            with self.options.listen_to_tests(self.origin.call.func, level):
                 result = self.func(*args, **kwargs)
-        _hand_back(entering, entered, level, self.origin)
+        _give_back_history(entering, entered, level, self.origin)
         results, spec = pytree.flatten(result)
         if spec.type is not None:
             mapped_inputs.check_contexts(self.places.call, spec)
         left = []
         seen: set[int] = set()
-        places = self.places.of(spec)
+        places = self.places.expand_to_leaves(spec)
         for r, place in zip(results, places, strict=True):
-            if type(r) is Number:
-                r = as_tensor(r)
+            if type(r) is BatchedScalar:
+                r = number_to_tensor(r)
             elif isinstance(r, (int, float, complex)) and place is not None:
                 r = torch.tensor(r)
-            stack = _leave(r, place, level, self.places.call, seen)
+            stack = _take_out_result(r, place, level, self.places.call, seen)
             if self.options.ragged and place is not None and isinstance(stack, torch.Tensor):
-                stack = ragged.apiece(stack, place)
+                stack = ragged.split_examples(stack, place)
             left.append(stack)
-        return left, tensordict.of_all(spec, places, level.size)
+        return left, tensordict.make_batch_spec(spec, places, level.size)
 
 
-def _some(leaf: Any, dim: int, numbers: Sequence[int]) -> Any:
-    if isinstance(leaf, Components):
+def _select_examples(leaf: Any, dim: int, numbers: Sequence[int]) -> Any:
+    if isinstance(leaf, NestedExamples):
         return leaf.some(numbers)
     if isinstance(numbers, range):
         return leaf.narrow(dim, numbers.start, len(numbers))
-    return rows(leaf, dim, numbers)
+    return select_rows(leaf, dim, numbers)
 
 
-def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Origin) -> None:
+def _give_back_history(
+    entering: MappedArguments, entered: list, level: VmapLevel, origin: CallOrigin
+) -> None:
     """Give the caller's tensors the history of writes into their examples."""
     with functions_off():
         changed = [
             leaf
             for leaf, dim, example in zip(entering.leaves, entering.dims, entered, strict=True)
-            if dim is not None and boundary.hand_back(example, leaf, dim, level)
+            if dim is not None and boundary.hand_back_history(example, leaf, dim, level)
         ]
     for leaf in changed:
         twins = [x for x in entering.leaves if isinstance(x, torch.Tensor)]
-        if sum(memory(x) == memory(leaf) for x in twins) > 1:
-            raise mapped_inputs.written_twice(origin.call, leaf)
+        if sum(get_memory_key(x) == get_memory_key(leaf) for x in twins) > 1:
+            raise mapped_inputs.make_written_twice_error(origin.call, leaf)
 
 
-def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:
+def _take_out_result(
+    r: Any, place: int | None, level: VmapLevel, call: TransformCall, seen: set[int]
+) -> Any:
     if not isinstance(r, torch.Tensor):
-        return mapped_inputs.as_it_is(call, r, level)
+        return mapped_inputs.pass_through(call, r, level)
     if r.is_nested:
-        raise mapped_inputs.nested_result(call, r)
+        raise mapped_inputs.make_nested_error(call, r)
     known = r
-    if type(r) is not Batched and is_dressed(r):
-        r = undressed(r)
+    if type(r) is not BatchedTensor and is_of_users_class(r):
+        r = strip_users_class(r)
     if isinstance(r, Wrapper) and r.level is not level:
         if r.level.root is level:
-            r = r.level.completed(r, level)  # a derivative of some of the examples
+            r = r.level.complete_gradient_for(r, level)  # a derivative of some of the examples
         elif place is not None:
-            ((r,), _) = without_ended(f"the result of {call}", (r,), {})
+            ((r,), _) = replace_ended_args(f"the result of {call}", (r,), {})
     if place is None:
-        return carried(mapped_inputs.unmapped(call, r, level), known)
+        return restore_users_class(mapped_inputs.keep_unmapped(call, r, level), known)
     with functions_off():
         rank = r.dim() + 1
     if not -rank <= place < rank:
-        raise mapped_inputs.place_outside(call, r, place)
-    stack = boundary.leave(r, place % rank, level)
+        raise mapped_inputs.make_out_dim_error(call, r, place)
+    stack = boundary.example_to_stack(r, place % rank, level)
     memory = id(getattr(r, "family", None) or r)
     if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both
         stack = stack.clone()
     seen.add(memory)
-    return stack if known is r else stacked_by_class(known, stack, place % rank, level)
+    return stack if known is r else stack_by_class(known, stack, place % rank, level)

@@ -6,15 +6,15 @@ import ast
 import copy
 from typing import Any
 
-from forall._ast_rewrite.fuse_expressions import Arithmetic
-from forall._ast_rewrite.liveness import COMPREHENSIONS, walrus
+from forall._ast_rewrite.fuse_expressions import ExpressionFuser
+from forall._ast_rewrite.liveness import COMPREHENSIONS, find_walrus_names
 from forall._ast_rewrite.quasiquote import (
     FRAME,
     ITERABLE,
-    constant,
-    delayed,
     expr,
-    function,
+    make_constant,
+    make_lambda,
+    make_thunk,
     stmts,
 )
 from forall._ast_rewrite.unsupported import CannotConvert
@@ -38,7 +38,7 @@ _COMPARED = {
 }  # fmt: skip
 
 
-class Expressions(ast.NodeTransformer):
+class ExpressionRewriter(ast.NodeTransformer):
     """A rewriter of the expressions of a function; functions nested in it stay as they are."""
 
     def __init__(self, scope: Any) -> None:
@@ -46,59 +46,59 @@ class Expressions(ast.NodeTransformer):
         self.hoisted: list[ast.stmt] = []  # functions to be defined before the statement
         self.whole = True  # True if arithmetic expressions are fused
 
-    def test(self, node: ast.expr) -> ast.expr:
+    def rewrite_test(self, node: ast.expr) -> ast.expr:
         """Rewrite an expression of which only the truth value is used."""
         match node:
             case ast.BoolOp():
-                return self._lazy(node, "both_test", "either_test", self.test)
+                return self._rewrite_lazy(node, "both_test", "either_test", self.rewrite_test)
             case ast.UnaryOp(op=ast.Not()):
-                return expr("F.negated_test(A)", node, A=self.test(node.operand))
+                return expr("F.negated_test(A)", node, A=self.rewrite_test(node.operand))
             case _:
                 return self.visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        return self._lazy(node, "both", "either", self.visit)
+        return self._rewrite_lazy(node, "both", "either", self.visit)
 
-    def _lazy(self, node: ast.BoolOp, both: str, either: str, inner: Any) -> ast.expr:
+    def _rewrite_lazy(self, node: ast.BoolOp, both: str, either: str, inner: Any) -> ast.expr:
         name = both if isinstance(node.op, ast.And) else either
-        found = self._delay(node.values[-1], inner) if len(node.values) > 1 else None
+        found = self._rewrite_delayed(node.values[-1], inner) if len(node.values) > 1 else None
         for value in reversed(node.values[1:-1]):
             step = expr(f"F.{name}(A, B)", node, A=inner(value), B=found)
-            found = self._wrapped(step, walrus(node))
+            found = self._wrap_in_thunk(step, find_walrus_names(node))
         return expr(f"F.{name}(A, B)", node, A=inner(node.values[0]), B=found)
 
-    def _delay(self, node: ast.expr, inner: Any) -> ast.expr:
-        return self._wrapped(inner(node), walrus(node))
+    def _rewrite_delayed(self, node: ast.expr, inner: Any) -> ast.expr:
+        return self._wrap_in_thunk(inner(node), find_walrus_names(node))
 
-    def _wrapped(self, value: ast.expr, assigned: set[str]) -> ast.expr:
+    def _wrap_in_thunk(self, value: ast.expr, assigned: set[str]) -> ast.expr:
         """Return a thunk of the value: a lambda, or a hoisted function if it assigns names."""
         if not assigned:
-            return delayed(value)
-        name = self.scope.fresh("operand")
+            return make_thunk(value)
+        name = self.scope.make_name("operand")
         made = stmts("def NAME():\n    DECLARE\n    return VALUE", value, VALUE=value, DECLARE=[
             ast.copy_location(ast.Nonlocal(sorted(assigned)), value)
         ])  # fmt: skip
         made[0].name = name  # type: ignore[attr-defined]
-        self.scope.borrow(assigned)
+        self.scope.borrow_names(assigned)
         self.hoisted += made
         return ast.copy_location(ast.Name(name, ast.Load()), value)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         if isinstance(node.op, ast.Not):
-            return expr("F.negated(A)", node, A=self.test(node.operand))
-        if (whole := self._fused(node)) is not None:
+            return expr("F.negated(A)", node, A=self.rewrite_test(node.operand))
+        if (whole := self._fuse_operators(node)) is not None:
             return whole
         self.generic_visit(node)
         if isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
             return expr("F.neg(A)", node, A=node.operand)
         return node
 
-    def _fused(self, node: ast.expr) -> ast.expr | None:
+    def _fuse_operators(self, node: ast.expr) -> ast.expr | None:
         """Fuse an expression of several operators into one call; None if there is one or none."""
         if not self.whole:
             return None
-        found = Arithmetic()
-        body = found.of(node)
+        found = ExpressionFuser()
+        body = found.fuse_expression(node)
         if body is None or found.count < 2:
             return None
         self.whole = False
@@ -106,14 +106,14 @@ class Expressions(ast.NodeTransformer):
         self.whole = True
         names = [f"__{n}__" for n in range(len(found.operands))]
         made = expr(
-            "F.fused(A, B)", node, A=function(names, body), B=function([FRAME, *names], slow)
+            "F.fused(A, B)", node, A=make_lambda(names, body), B=make_lambda([FRAME, *names], slow)
         )
         made.args += [self.visit(operand) for operand in found.operands]
         return made
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """Rewrite an operator; ``+`` without a number may also add lists and has its own call."""
-        if (whole := self._fused(node)) is not None:
+        if (whole := self._fuse_operators(node)) is not None:
             return whole
         self.generic_visit(node)
         constants = [isinstance(s, ast.Constant) for s in (node.left, node.right)]
@@ -125,37 +125,40 @@ class Expressions(ast.NodeTransformer):
         return expr(f"F.{name}(A, B)", node, A=node.left, B=node.right)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        test = self.test(node.test)
-        a, b = self._delay(node.body, self.visit), self._delay(node.orelse, self.visit)
+        test = self.rewrite_test(node.test)
+        a, b = (
+            self._rewrite_delayed(node.body, self.visit),
+            self._rewrite_delayed(node.orelse, self.visit),
+        )
         return expr("F.chosen(TEST, A, B)", node, TEST=test, A=a, B=b)
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        if (whole := self._fused(node)) is not None:
+        if (whole := self._fuse_operators(node)) is not None:
             return whole
         names = tuple(_COMPARED[type(op)] for op in node.ops)
         left, right = self.visit(node.left), self.visit(node.comparators[0])
         if len(names) == 1:
             if names[0] in ("is_", "is_not"):
-                wanted = constant(names[0] == "is_", node)
+                wanted = make_constant(names[0] == "is_", node)
                 return expr("F.same(A, B, C)", node, A=left, B=right, C=wanted)
             if names[0] in ("in_", "not_in"):
-                wanted = constant(names[0] == "in_", node)
+                wanted = make_constant(names[0] == "in_", node)
                 return expr("F.contains(A, B, C)", node, A=left, B=right, C=wanted)
             return expr(f"F.{names[0]}(A, B)", node, A=left, B=right)
-        rest = [self._delay(c, self.visit) for c in node.comparators[1:]]
-        made = expr("F.chain(N, A, B)", node, N=constant(names, node), A=left, B=right)
+        rest = [self._rewrite_delayed(c, self.visit) for c in node.comparators[1:]]
+        made = expr("F.chain(N, A, B)", node, N=make_constant(names, node), A=left, B=right)
         made.args += rest
         return made
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == FRAME:
             return self.generic_visit(node)  # type: ignore[return-value]  # our own
-        if (whole := self._fused(node)) is not None:
+        if (whole := self._fuse_operators(node)) is not None:
             return whole
         name = getattr(node.func, "id", None)
         if name in _OF_THE_FRAME and name not in self.scope.names.local:
             return self.generic_visit(node)  # type: ignore[return-value]
-        args = [self._argument(node, a) for a in node.args]
+        args = [self._rewrite_argument(node, a) for a in node.args]
         keywords = [
             ast.copy_location(ast.keyword(k.arg, self.visit(k.value)), k) for k in node.keywords
         ]
@@ -165,7 +168,7 @@ class Expressions(ast.NodeTransformer):
         made.keywords = keywords
         return made
 
-    def _argument(self, call: ast.Call, node: ast.expr) -> ast.expr:
+    def _rewrite_argument(self, call: ast.Call, node: ast.expr) -> ast.expr:
         """Rewrite an argument; a generator that the call consumes becomes a list or a search."""
         if not isinstance(node, ast.GeneratorExp):
             return self.visit(node)
@@ -179,8 +182,8 @@ class Expressions(ast.NodeTransformer):
         if len(call.args) > 1 + (name == "sum") or not name:
             raise CannotConvert("a generator expression", node)
         if name not in ("any", "all"):
-            return self._loop(node, "list")
-        return expr("[FOUND]", node, FOUND=self._loop(node, name))
+            return self._rewrite_comprehension(node, "list")
+        return expr("[FOUND]", node, FOUND=self._rewrite_comprehension(node, name))
 
     def visit_Starred(self, node: ast.Starred) -> ast.expr:
         if isinstance(node.ctx, ast.Load):
@@ -190,17 +193,17 @@ class Expressions(ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         if not isinstance(node.ctx, ast.Load):
             return node
-        key = self.key(node.slice)
+        key = self.rewrite_key(node.slice)
         return expr("F.item(A, K)", node, A=self.visit(node.value), K=key)
 
-    def key(self, node: ast.expr) -> ast.expr:
+    def rewrite_key(self, node: ast.expr) -> ast.expr:
         """Rewrite a subscript's key as an ordinary expression, slices included."""
         if isinstance(node, ast.Slice):
             ends = [node.lower, node.upper, node.step]
-            a, b, c = (constant(None, node) if e is None else self.visit(e) for e in ends)
+            a, b, c = (make_constant(None, node) if e is None else self.visit(e) for e in ends)
             return expr("F.slice(A, B, C)", node, A=a, B=b, C=c)
         if isinstance(node, ast.Tuple):
-            made = ast.Tuple([self.key(e) for e in node.elts], ast.Load())
+            made = ast.Tuple([self.rewrite_key(e) for e in node.elts], ast.Load())
             return ast.copy_location(made, node)
         return self.visit(node)
 
@@ -212,38 +215,40 @@ class Expressions(ast.NodeTransformer):
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
         node.value = self.visit(node.value)
         if node.target.id in self.scope.names.noted:
-            reader = delayed(ast.copy_location(ast.Name(node.target.id, ast.Load()), node))
+            reader = make_thunk(ast.copy_location(ast.Name(node.target.id, ast.Load()), node))
             node.value = expr("F.noting(READER, V)", node, READER=reader, V=node.value)
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
         """Rewrite an f-string as a call with its constants and ``(value, conversion, format)``."""
         made = expr("F.text()", node)
-        made.args = [self._piece(piece) for piece in node.values]
+        made.args = [self._rewrite_piece(piece) for piece in node.values]
         return made
 
-    def _piece(self, piece: ast.expr) -> ast.expr:
+    def _rewrite_piece(self, piece: ast.expr) -> ast.expr:
         if not isinstance(piece, ast.FormattedValue):
             return piece
-        spec = constant("", piece) if piece.format_spec is None else self.visit(piece.format_spec)
-        how = constant(piece.conversion, piece)
+        spec = (
+            make_constant("", piece) if piece.format_spec is None else self.visit(piece.format_spec)
+        )
+        how = make_constant(piece.conversion, piece)
         return expr("(A, B, C)", piece, A=self.visit(piece.value), B=how, C=spec)
 
     # --- comprehensions become functions with loops
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
-        return self._loop(node, "list")
+        return self._rewrite_comprehension(node, "list")
 
     def visit_SetComp(self, node: ast.SetComp) -> ast.expr:
-        return self._loop(node, "set")
+        return self._rewrite_comprehension(node, "set")
 
     def visit_DictComp(self, node: ast.DictComp) -> ast.expr:
-        return self._loop(node, "dict")
+        return self._rewrite_comprehension(node, "dict")
 
     def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.expr:
         raise CannotConvert("a generator expression", node)
 
-    def _loop(self, node: Any, kind: str) -> ast.expr:
+    def _rewrite_comprehension(self, node: Any, kind: str) -> ast.expr:
         if any(g.is_async for g in node.generators):
             raise CannotConvert("an async comprehension", node)
         out = "__out__"
@@ -265,18 +270,18 @@ class Expressions(ast.NodeTransformer):
             source = g.iter if n else ast.copy_location(ast.Name(ITERABLE, ast.Load()), node)
             body = [ast.copy_location(ast.For(g.target, source, body, []), node)]
         body = [*stmts(empty.get(kind, "pass"), node, **parts), *body, *stmts(last, node, **parts)]
-        name = self.scope.fresh("comprehension")
-        return self._function(node, name, body)
+        name = self.scope.make_name("comprehension")
+        return self._hoist_function(node, name, body)
 
-    def _function(self, node: Any, name: str, body: list[ast.stmt]) -> ast.expr:
+    def _hoist_function(self, node: Any, name: str, body: list[ast.stmt]) -> ast.expr:
         first = self.visit(node.generators[0].iter)
         (made,) = stmts(f"def NAME({ITERABLE}):\n    BODY", node, BODY=body)
         made.name = name  # type: ignore[attr-defined]
-        assigned = walrus(node)
+        assigned = find_walrus_names(node)
         if assigned:
             made.body.insert(0, ast.copy_location(ast.Nonlocal(sorted(assigned)), node))
-            self.scope.borrow(assigned)
-        self.hoisted.append(self.scope.inner(made))
+            self.scope.borrow_names(assigned)
+        self.hoisted.append(self.scope.convert_inner(made))
         function = ast.copy_location(ast.Name(name, ast.Load()), node)
         return expr("F.run(FUNCTION, IT)", node, FUNCTION=function, IT=first)
 
@@ -294,4 +299,4 @@ class Expressions(ast.NodeTransformer):
         raise CannotConvert("a coroutine", node)
 
 
-__all__ = ["COMPREHENSIONS", "FRAME", "Expressions"]
+__all__ = ["COMPREHENSIONS", "FRAME", "ExpressionRewriter"]

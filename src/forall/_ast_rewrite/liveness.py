@@ -9,42 +9,42 @@ SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-def own(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
+def walk_scope(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
     """Yield nodes and their descendants in the same scope (a comprehension has its own)."""
     for node in nodes:
         yield node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from own(
-                [*node.decorator_list, *node.args.defaults, *_given(node.args.kw_defaults)]
+            yield from walk_scope(
+                [*node.decorator_list, *node.args.defaults, *_drop_none(node.args.kw_defaults)]
             )
         elif isinstance(node, ast.Lambda):
-            yield from own([*node.args.defaults, *_given(node.args.kw_defaults)])
+            yield from walk_scope([*node.args.defaults, *_drop_none(node.args.kw_defaults)])
         elif isinstance(node, ast.ClassDef):
-            yield from own([*node.decorator_list, *node.bases, *node.keywords])
+            yield from walk_scope([*node.decorator_list, *node.bases, *node.keywords])
         elif isinstance(node, COMPREHENSIONS):
-            yield from own([node.generators[0].iter])
+            yield from walk_scope([node.generators[0].iter])
         else:
-            yield from own(ast.iter_child_nodes(node))
+            yield from walk_scope(ast.iter_child_nodes(node))
 
 
-def _given(values: Iterable[ast.AST | None]) -> list[ast.AST]:
+def _drop_none(values: Iterable[ast.AST | None]) -> list[ast.AST]:
     return [v for v in values if v is not None]
 
 
-def bound(nodes: Iterable[ast.AST]) -> set[str]:
+def find_assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
     """The names that these statements bind, in their own scope."""
     found: set[str] = set()
-    for node in own(nodes):
+    for node in walk_scope(nodes):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             found.add(node.id)
         elif isinstance(node, COMPREHENSIONS):
-            found |= walrus(node)
+            found |= find_walrus_names(node)
         else:
-            found |= bound_by_text(node)
+            found |= find_text_bindings(node)
     return found
 
 
-def bound_by_text(node: ast.AST) -> set[str]:
+def find_text_bindings(node: ast.AST) -> set[str]:
     """Return the names that one node binds as plain text, not as a `Name` node."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -57,18 +57,18 @@ def bound_by_text(node: ast.AST) -> set[str]:
             return set()
 
 
-def arguments(a: ast.arguments) -> list[str]:
+def list_argument_names(a: ast.arguments) -> list[str]:
     """Return the names of all arguments of a function, in the order of `co_varnames`."""
     given = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))
     return [x.arg for x in given]
 
 
-def walrus(node: ast.AST) -> set[str]:
+def find_walrus_names(node: ast.AST) -> set[str]:
     """The names that an expression binds by ``:=``."""
     return {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
 
 
-def delayed(node: ast.AST) -> list[ast.expr]:
+def list_lazy_operands(node: ast.AST) -> list[ast.expr]:
     """The operands that an operator may leave unevaluated."""
     match node:
         case ast.BoolOp():
@@ -81,40 +81,40 @@ def delayed(node: ast.AST) -> list[ast.expr]:
             return []
 
 
-def read(node: ast.AST) -> set[str]:
+def find_read_names(node: ast.AST) -> set[str]:
     """All names that a statement or expression may read, nested scopes included."""
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
-class Names:
+class ScopeNames:
     """The names of one function by scope: local, global, nonlocal, captured."""
 
     def __init__(self, f: ast.FunctionDef) -> None:
         self.globals: set[str] = set()
         self.nonlocals: set[str] = set()
-        for node in own(f.body):
+        for node in walk_scope(f.body):
             if isinstance(node, ast.Global):
                 self.globals |= set(node.names)
             elif isinstance(node, ast.Nonlocal):
                 self.nonlocals |= set(node.names)
-        everything = bound(f.body) | {*arguments(f.args)}
+        everything = find_assigned_names(f.body) | {*list_argument_names(f.args)}
         self.local = everything - self.globals - self.nonlocals
         self.captured: set[str] = set()  # read by a nested function, which may run at any time
         rebound: set[str] = set()
-        for node in own(f.body):
+        for node in walk_scope(f.body):
             if isinstance(node, (*SCOPES, ast.GeneratorExp)):
-                self.captured |= read(node)
+                self.captured |= find_read_names(node)
                 for n in ast.walk(node):
                     if isinstance(n, ast.Nonlocal):
                         rebound |= set(n.names)
             elif isinstance(node, COMPREHENSIONS):
-                rebound |= walrus(node)
+                rebound |= find_walrus_names(node)
                 for n in ast.walk(node):
                     if isinstance(n, SCOPES):
-                        self.captured |= read(n)
+                        self.captured |= find_read_names(n)
             else:
-                for operand in delayed(node):
-                    rebound |= walrus(operand)
+                for operand in list_lazy_operands(node):
+                    rebound |= find_walrus_names(operand)
         # Written in other scopes too, so that each write is logged, not saved and restored here
         self.noted = self.nonlocals | (rebound & self.local)
 
@@ -122,94 +122,100 @@ class Names:
 class Liveness:
     """For each statement, the names whose values may be read after it."""
 
-    def __init__(self, f: ast.FunctionDef, names: Names, *, all_live: bool) -> None:
+    def __init__(self, f: ast.FunctionDef, names: ScopeNames, *, all_live: bool) -> None:
         self.always = names.local if all_live else names.captured & names.local
         self.after: dict[ast.stmt, set[str]] = {}
         self.before: dict[ast.stmt, set[str]] = {}
         self.head: dict[ast.stmt, set[str]] = {}
         self._breaks: list[tuple[set[str], set[str]]] = []
-        self._block(f.body, set())
+        self._analyze_block(f.body, set())
 
-    def _block(self, body: list[ast.stmt], after: set[str]) -> set[str]:
+    def _analyze_block(self, body: list[ast.stmt], after: set[str]) -> set[str]:
         """Return the names that are live before these statements."""
         for node in reversed(body):
             self.after[node] = after | self.always
-            after = self._before(node, after)
+            after = self._analyze_statement(node, after)
             self.before[node] = after | self.always
         return after
 
-    def start(self, body: list[ast.stmt], node: ast.stmt) -> set[str]:
+    def find_live_at_start(self, body: list[ast.stmt], node: ast.stmt) -> set[str]:
         """Return the names that are live where a body of ``node`` begins."""
         return self.before[body[0]] if body else self.after[node]
 
-    def _before(self, node: ast.stmt, after: set[str]) -> set[str]:
+    def _analyze_statement(self, node: ast.stmt, after: set[str]) -> set[str]:
         match node:
             case ast.If():
-                sides = self._block(node.body, after) | self._block(node.orelse, after)
-                return sides | read(node.test)
+                sides = self._analyze_block(node.body, after) | self._analyze_block(
+                    node.orelse, after
+                )
+                return sides | find_read_names(node.test)
             case ast.While() | ast.For():
-                return self._loop(node, after)
+                return self._analyze_loop(node, after)
             case ast.With():
-                inside = self._block(node.body, after)
+                inside = self._analyze_block(node.body, after)
                 for item in reversed(node.items):
                     if item.optional_vars is not None:
-                        inside = (inside - _killed(item.optional_vars)) | _used(item.optional_vars)
-                    inside = inside | read(item.context_expr)
+                        inside = (
+                            inside - _find_killed_names(item.optional_vars)
+                        ) | _find_used_names(item.optional_vars)
+                    inside = inside | find_read_names(item.context_expr)
                 return inside
             case ast.Try():
-                final = self._block(node.finalbody, after)
-                final |= set().union(*(read(s) for s in node.finalbody))
+                final = self._analyze_block(node.finalbody, after)
+                final |= set().union(*(find_read_names(s) for s in node.finalbody))
                 outer = self._breaks
                 self._breaks = [(b | final, c | final) for b, c in outer]
-                inside = self._block(node.body, final) | final
+                inside = self._analyze_block(node.body, final) | final
                 self._breaks = outer
                 return inside
             case ast.Return():
-                return read(node.value) if node.value else set()
+                return find_read_names(node.value) if node.value else set()
             case ast.Raise():
-                return read(node)
+                return find_read_names(node)
             case ast.Break():
                 return self._breaks[-1][0]
             case ast.Continue():
                 return self._breaks[-1][1]
             case ast.Assign():
-                return (after - set().union(*map(_killed, node.targets))) | read(node.value).union(
-                    *map(_used, node.targets)
-                )
+                return (
+                    after - set().union(*map(_find_killed_names, node.targets))
+                ) | find_read_names(node.value).union(*map(_find_used_names, node.targets))
             case ast.FunctionDef() | ast.ClassDef():
-                return (after - {node.name}) | read(node)
+                return (after - {node.name}) | find_read_names(node)
             case _:
-                return after | read(node)
+                return after | find_read_names(node)
 
-    def _loop(self, node: ast.While | ast.For, after: set[str]) -> set[str]:
-        left = self._block(node.orelse, after)
+    def _analyze_loop(self, node: ast.While | ast.For, after: set[str]) -> set[str]:
+        left = self._analyze_block(node.orelse, after)
         head = set(left)
         while True:
             self._breaks.append((after, head))
-            body = self._block(node.body, head)
+            body = self._analyze_block(node.body, head)
             self._breaks.pop()
             if isinstance(node, ast.While):
-                before = body | left | read(node.test)
+                before = body | left | find_read_names(node.test)
             else:
-                before = (body - _killed(node.target)) | left | _used(node.target)
+                before = (
+                    (body - _find_killed_names(node.target)) | left | _find_used_names(node.target)
+                )
             if before <= head:
                 break
             head = head | before
         self.head[node] = head | self.always
-        return head | read(node.iter) if isinstance(node, ast.For) else head
+        return head | find_read_names(node.iter) if isinstance(node, ast.For) else head
 
 
-def _killed(target: ast.AST) -> set[str]:
+def _find_killed_names(target: ast.AST) -> set[str]:
     """The names that an assignment certainly rebinds."""
     if isinstance(target, ast.Name):
         return {target.id}
     if isinstance(target, (ast.Tuple, ast.List)):
-        return set().union(*map(_killed, target.elts))
+        return set().union(*map(_find_killed_names, target.elts))
     if isinstance(target, ast.Starred):
-        return _killed(target.value)
+        return _find_killed_names(target.value)
     return set()
 
 
-def _used(target: ast.AST) -> set[str]:
+def _find_used_names(target: ast.AST) -> set[str]:
     """The names that an assignment reads: ``x`` and ``k`` of ``x[k] = v``."""
-    return read(target) - _killed(target)
+    return find_read_names(target) - _find_killed_names(target)

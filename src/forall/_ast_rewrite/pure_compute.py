@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from forall._ast_rewrite.liveness import (
     COMPREHENSIONS,
-    Names,
-    arguments,
-    bound,
+    ScopeNames,
+    find_assigned_names,
+    list_argument_names,
 )
-from forall._ast_rewrite.quasiquote import RUNTIME, constant, expr
+from forall._ast_rewrite.quasiquote import RUNTIME, expr, make_constant
 from forall._ast_rewrite.unsupported import CannotConvert
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)
@@ -35,7 +35,7 @@ def straight(f: ast.FunctionDef) -> ast.FunctionDef | None:
     if f.args.kwarg is not None:
         return None
     try:
-        rewriter = _Straight(bound(f.body) | {*arguments(f.args)})
+        rewriter = _Straight(find_assigned_names(f.body) | {*list_argument_names(f.args)})
         f.body = [rewriter.visit(s) for s in f.body]
     except CannotConvert:
         return None
@@ -69,7 +69,7 @@ class _Straight(ast.NodeTransformer):
     def _part(self, node: ast.Attribute) -> ast.expr:
         if isinstance(node.value, ast.Name) and node.value.id in self.own:
             raise CannotConvert("what belongs to an object", node)
-        name = constant(node.attr, node)
+        name = make_constant(node.attr, node)
         return expr("R.part(A, N)", node, R=RUNTIME, A=self._owner(node.value), N=name)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -78,7 +78,7 @@ class _Straight(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         f = node.func
         if isinstance(f, ast.Attribute):
-            name = constant(f.attr, f)
+            name = make_constant(f.attr, f)
             made = expr("R.method(A, N)()", node, R=RUNTIME, A=self._owner(f.value), N=name)
         elif isinstance(f, ast.Name):
             made = expr("R.does(A)()", node, R=RUNTIME, A=f)
@@ -142,7 +142,7 @@ class _Straight(ast.NodeTransformer):
             if g.is_async:
                 raise CannotConvert("an async comprehension", node)
             self._bare(g.target)
-            self.own = self.own | bound([g.target])
+            self.own = self.own | find_assigned_names([g.target])
         node = super().generic_visit(node)  # type: ignore[assignment]
         self.own, first.iter = outer, source
         return node
@@ -158,7 +158,9 @@ class Side(NamedTuple):
     binds: list[str]  # names that it binds and that are read afterwards
 
 
-def sides(node: ast.If, joins: list[str], names: Names) -> tuple[ast.expr, list[str], list] | None:
+def sides(
+    node: ast.If, joins: list[str], names: ScopeNames
+) -> tuple[ast.expr, list[str], list] | None:
     """Rewrite an ``if`` for raw stacks: its test, the names that it reads, and both sides.
 
     None if the ``if`` does more than compute.
@@ -170,8 +172,8 @@ def sides(node: ast.If, joins: list[str], names: Names) -> tuple[ast.expr, list[
         rewriter = _Straight(names.local)
         test, *both = (
             ([node.test], []),
-            (node.body, bound(node.body)),
-            (node.orelse, bound(node.orelse)),
+            (node.body, find_assigned_names(node.body)),
+            (node.orelse, find_assigned_names(node.orelse)),
         )
         if not all(_binds_only(body, names) for body, _ in both):
             return None
@@ -191,10 +193,10 @@ def sides(node: ast.If, joins: list[str], names: Names) -> tuple[ast.expr, list[
 _CHOOSES = (ast.BoolOp, ast.Not, ast.IfExp, ast.comprehension)
 
 
-def _binds_only(body: list[ast.stmt], names: Names) -> bool:
-    return all(isinstance(s, (ast.Assign, ast.Pass)) for s in body) and not bound(body) & (
-        names.noted | names.globals
-    )
+def _binds_only(body: list[ast.stmt], names: ScopeNames) -> bool:
+    return all(isinstance(s, (ast.Assign, ast.Pass)) for s in body) and not find_assigned_names(
+        body
+    ) & (names.noted | names.globals)
 
 
 def _read(body: list) -> set[str]:

@@ -13,11 +13,11 @@ ITERABLE = "__iterable__"  # the name of a comprehension's iterable
 
 
 @functools.cache
-def _parsed(text: str) -> ast.Module:
+def _parse_template(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def _filled(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
+def _fill_node(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
     """Return a copy of a template's node with its holes filled, all at one source position."""
     if type(node) is ast.Name and node.id in parts:
         part = parts[node.id]
@@ -30,10 +30,10 @@ def _filled(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
     for field in node._fields:
         value = getattr(node, field, None)
         if isinstance(value, list):
-            items = [_filled(v, parts, at) if isinstance(v, ast.AST) else v for v in value]
+            items = [_fill_node(v, parts, at) if isinstance(v, ast.AST) else v for v in value]
             value = [v for item in items for v in (item if isinstance(item, list) else [item])]
         elif isinstance(value, ast.AST):
-            value = _filled(value, parts, at)
+            value = _fill_node(value, parts, at)
         fields[field] = value
     return type(node)(**fields, **(at if "lineno" in node._attributes else {}))
 
@@ -46,8 +46,8 @@ def stmts(text: str, at: ast.AST, **parts: Any) -> list[ast.stmt]:
     """
     parts.setdefault("F", FRAME)
     parts.setdefault("TRIP", TRIP)
-    place = _header(at)
-    made = [_filled(node, parts, place) for node in _parsed(text).body]
+    place = _get_header_position(at)
+    made = [_fill_node(node, parts, place) for node in _parse_template(text).body]
     return [s for found in made for s in (found if isinstance(found, list) else [found])]
 
 
@@ -57,28 +57,28 @@ def expr(text: str, at: ast.AST, **parts: Any) -> Any:
     return node.value  # type: ignore[attr-defined]
 
 
-def _header(at: ast.AST) -> dict[str, Any]:
+def _get_header_position(at: ast.AST) -> dict[str, Any]:
     """The position of a statement's first line, without its body."""
     line, column = at.lineno, at.col_offset
     end = (at.end_lineno, at.end_col_offset) if isinstance(at, ast.expr) else (line, column)
     return {"lineno": line, "col_offset": column, "end_lineno": end[0], "end_col_offset": end[1]}
 
 
-def delayed(value: ast.expr) -> ast.Lambda:
+def make_thunk(value: ast.expr) -> ast.Lambda:
     """Return the node of ``lambda: value``."""
-    return function([], value)
+    return make_lambda([], value)
 
 
-def function(names: list[str], value: ast.expr) -> ast.Lambda:
+def make_lambda(names: list[str], value: ast.expr) -> ast.Lambda:
     """Return the node of ``lambda a, b: value``."""
     args = [ast.copy_location(ast.arg(name), value) for name in names]
     given = ast.arguments(posonlyargs=[], args=args, kwonlyargs=[], kw_defaults=[], defaults=[])
     return ast.copy_location(ast.Lambda(given, value), value)
 
 
-def constant(value: Any, at: ast.AST) -> ast.expr:
+def make_constant(value: Any, at: ast.AST) -> ast.expr:
     if isinstance(value, tuple):
-        made: ast.expr = ast.Tuple([constant(v, at) for v in value], ast.Load())
+        made: ast.expr = ast.Tuple([make_constant(v, at) for v in value], ast.Load())
     else:
         made = ast.Constant(value)
     return ast.copy_location(made, at)

@@ -21,17 +21,17 @@ from forall._ast_rewrite.liveness import (
     COMPREHENSIONS,
     SCOPES,
     Liveness,
-    Names,
-    arguments,
-    bound,
-    bound_by_text,
-    own,
-    read,
+    ScopeNames,
+    find_assigned_names,
+    find_read_names,
+    find_text_bindings,
+    list_argument_names,
+    walk_scope,
 )
 from forall._ast_rewrite.quasiquote import (
     FRAME,
-    constant,
     expr,
+    make_constant,
     stmts,
 )
 
@@ -43,8 +43,12 @@ UNBOUND = "__unbound__"  # the name of the value that stands for no value
 _READ = frozenset({"item", "tolist"})
 _CONVERT = frozenset({"int", "float", "bool"})
 # Attributes and methods of a tensor with the same answer for all examples
-_TOLD = frozenset({"shape", "ndim", "dtype", "device", "is_complex", "is_floating_point"})
-_TOLD_BY_CALLS = frozenset({"dim", "size", "numel", "nelement", "is_complex", "is_floating_point"})
+_UNIFORM_ATTRIBUTES = frozenset(
+    {"shape", "ndim", "dtype", "device", "is_complex", "is_floating_point"}
+)
+_UNIFORM_METHODS = frozenset(
+    {"dim", "size", "numel", "nelement", "is_complex", "is_floating_point"}
+)
 # Functions that may be called to compute a tensor that is read
 _NAMES_OF_COMPUTING = """
     abs all amax amin any argmax argmin ceil clamp clone cos cumsum det detach diff dot double exp
@@ -52,7 +56,7 @@ _NAMES_OF_COMPUTING = """
     reshape round select sigmoid sign sin softmax sort sqrt square squeeze std sub sum tanh topk
     trace unsqueeze var view
 """
-_COMPUTES = _READ | _CONVERT | _TOLD_BY_CALLS | frozenset(_NAMES_OF_COMPUTING.split())
+_COMPUTES = _READ | _CONVERT | _UNIFORM_METHODS | frozenset(_NAMES_OF_COMPUTING.split())
 # Built-in functions that do more than compute, or depend on their caller's frame
 _NAMES_OF_OTHERS = """
     __import__ aiter anext breakpoint compile delattr dir eval exec getattr globals hasattr help
@@ -94,13 +98,13 @@ class ScalarCode(ast.If):
     may_change: bool  # True if it may change a list that it takes
 
 
-def with_scalar_code(f: ast.FunctionDef, scope: Any, lookup: Callable[[str], Any]) -> None:
+def extract_scalar_code(f: ast.FunctionDef, scope: Any, lookup: Callable[[str], Any]) -> None:
     """Collect the scalar code of a function into `ScalarCode` statements."""
     if any(isinstance(n, (ast.Match, ast.Await, ast.Yield, ast.YieldFrom)) for n in ast.walk(f)):
         return
     rename_arguments(f, scope)
-    names = Names(f)
-    finder = _Finder(f, names, scope, lookup)
+    names = ScopeNames(f)
+    finder = _ScalarCodeFinder(f, names, scope, lookup)
     f.body = finder.rewrite(f.body)
 
 
@@ -110,17 +114,17 @@ def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
     The second value is another variable, which need not be a tensor. Names that nested functions or
     other scopes see are left.
     """
-    names = Names(f)
-    by_text = [bound_by_text(n) for s in f.body for n in ast.walk(s)]
+    names = ScopeNames(f)
+    by_text = [find_text_bindings(n) for s in f.body for n in ast.walk(s)]
     seen = (names.captured | names.noted | names.globals).union(*by_text)
-    given = {*arguments(f.args)}
+    given = {*list_argument_names(f.args)}
     if any(isinstance(n, ast.Name) and n.id in _NOT_SCALAR for n in ast.walk(f)):
         return  # the function may look up its names as text
     for n, s in enumerate(f.body):
         if not isinstance(s, ast.Assign):
             continue
-        for name in sorted(given & bound(s.targets) - seen):
-            new = scope.fresh(name)
+        for name in sorted(given & find_assigned_names(s.targets) - seen):
+            new = scope.make_name(name)
             for node in (t for target in s.targets for t in ast.walk(target)):
                 if isinstance(node, ast.Name) and node.id == name:
                     node.id = new
@@ -130,45 +134,47 @@ def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
                         node.id = new
 
 
-class _Finder:
+class _ScalarCodeFinder:
     """A search for scalar code in one function."""
 
-    def __init__(self, f: ast.FunctionDef, names: Names, scope: Any, lookup: Callable) -> None:
+    def __init__(self, f: ast.FunctionDef, names: ScopeNames, scope: Any, lookup: Callable) -> None:
         self.f, self.names, self.scope, self.lookup = f, names, scope, lookup
-        self.tensors = {*arguments(f.args)}  # names that may be tensors
+        self.tensors = {*list_argument_names(f.args)}  # names that may be tensors
         self.fixed = names.noted | names.globals  # names whose every write is seen by others
-        self.live = _liveness(f, names)
-        self._spread()
+        self.live = _analyze_liveness(f, names)
+        self._propagate_tensors()
 
     # --- which names may be tensors
 
-    def _spread(self) -> None:
+    def _propagate_tensors(self) -> None:
         """Find the names that may be tensors, or are no scalars for other reasons."""
-        statements = [n for n in own(self.f.body) if isinstance(n, ast.stmt)]
+        statements = [n for n in walk_scope(self.f.body) if isinstance(n, ast.stmt)]
         while True:
             before = len(self.tensors)
             for s in statements:
-                self._bind(s)
+                self._bind_statement(s)
             if len(self.tensors) == before:
                 return
 
-    def _bind(self, s: ast.stmt) -> None:
+    def _bind_statement(self, s: ast.stmt) -> None:
         match s:
             case ast.Assign():
                 for target in s.targets:
                     self._bind_target(target, s.value)
             case ast.AugAssign() | ast.AnnAssign() if s.value and not self.is_scalar(s.value):
-                self.tensors |= bound([s.target])
+                self.tensors |= find_assigned_names([s.target])
             case ast.For() if not self.is_scalar(s.iter):
-                self.tensors |= bound([s.target])
+                self.tensors |= find_assigned_names([s.target])
             case ast.With():
-                self.tensors |= bound([i.optional_vars for i in s.items if i.optional_vars])
+                self.tensors |= find_assigned_names(
+                    [i.optional_vars for i in s.items if i.optional_vars]
+                )
             case ast.FunctionDef() if not self.is_statement(s):
                 self.tensors.add(s.name)
             case ast.ClassDef() | ast.AsyncFunctionDef():
                 self.tensors.add(s.name)
             case ast.Import() | ast.ImportFrom():
-                self.tensors |= bound([s])
+                self.tensors |= find_assigned_names([s])
         for n in ast.walk(s):
             if isinstance(n, ast.NamedExpr) and not self.is_scalar(n.value):
                 self.tensors.add(n.target.id)
@@ -183,7 +189,7 @@ class _Finder:
                     self._bind_target(inner, its)
                 return
         if not self.is_scalar(value):
-            self.tensors |= bound([target])
+            self.tensors |= find_assigned_names([target])
 
     # --- expressions
 
@@ -197,11 +203,11 @@ class _Finder:
             case ast.Attribute():
                 if self.is_scalar(node.value):
                     return not node.attr.startswith("_")
-                return node.attr in _TOLD and self.is_read_early(node.value)
+                return node.attr in _UNIFORM_ATTRIBUTES and self.is_read_early(node.value)
             case ast.Call():
                 return self.find_read(node) is not None or self._is_scalar_call(node)
             case ast.IfExp():
-                return self.is_test(node.test) and self._all(node.body, node.orelse)
+                return self.is_test(node.test) and self._are_scalars(node.body, node.orelse)
             case ast.UnaryOp(op=ast.Not()):
                 return self.is_test(node.operand)
             case ast.BinOp(op=ast.MatMult()):
@@ -218,7 +224,9 @@ class _Finder:
                 | ast.JoinedStr() | ast.FormattedValue() | ast.Starred() | ast.keyword()
             ):  # fmt: skip
                 kinds = (ast.expr, ast.keyword)
-                return self._all(*(p for p in ast.iter_child_nodes(node) if isinstance(p, kinds)))
+                return self._are_scalars(
+                    *(p for p in ast.iter_child_nodes(node) if isinstance(p, kinds))
+                )
             case ast.Subscript():
                 return self.is_scalar(node.value) and self._is_scalar_key(node.slice)
             case ast.NamedExpr():
@@ -228,21 +236,21 @@ class _Finder:
     def _is_scalar_key(self, key: ast.expr) -> bool:
         """Return True for a scalar key of a subscript; a slice is no expression by itself."""
         if isinstance(key, ast.Slice):
-            return self._all(key.lower, key.upper, key.step)
+            return self._are_scalars(key.lower, key.upper, key.step)
         if isinstance(key, ast.Tuple):
             return all(map(self._is_scalar_key, key.elts))
         return self.is_scalar(key)
 
-    def _all(self, *nodes: ast.AST | None) -> bool:
+    def _are_scalars(self, *nodes: ast.AST | None) -> bool:
         return all(map(self.is_scalar, nodes))
 
     def is_test(self, node: ast.expr) -> bool:
         """Return True if the truth of an expression is found with Python's own values."""
         if isinstance(node, ast.BoolOp):
             return all(map(self.is_test, node.values))
-        return self.is_scalar(node) or self._is_question(node)
+        return self.is_scalar(node) or self._is_tensor_comparison(node)
 
-    def _is_question(self, node: ast.expr) -> bool:
+    def _is_tensor_comparison(self, node: ast.expr) -> bool:
         """Return True for a comparison of a tensor, whose truth value is read from the tensor."""
         return isinstance(node, ast.Compare) and len(node.ops) == 1 and self.is_read_early(node)
 
@@ -255,7 +263,7 @@ class _Finder:
         f = node.func
         if isinstance(f, ast.Name) and f.id in _NOT_SCALAR:
             return False
-        return self.is_scalar(f) and self._all(*node.args, *node.keywords)
+        return self.is_scalar(f) and self._are_scalars(*node.args, *node.keywords)
 
     def find_read(self, node: ast.AST) -> tuple[str, ast.expr] | None:
         """Return the method by which a call reads a tensor's numbers, and the tensor."""
@@ -270,7 +278,11 @@ class _Finder:
         if isinstance(f, ast.Attribute) and not self.is_scalar(f.value):
             if f.attr in _READ and not args and self.is_read_early(f.value):
                 return f.attr, f.value
-            if f.attr in _TOLD_BY_CALLS and self._all(*args) and self.is_read_early(f.value):
+            if (
+                f.attr in _UNIFORM_METHODS
+                and self._are_scalars(*args)
+                and self.is_read_early(f.value)
+            ):
                 return "", node
         return None
 
@@ -297,24 +309,24 @@ class _Finder:
     ) -> bool:
         if any(g.is_async for g in generators) or not self.is_scalar(generators[0].iter):
             return False
-        names = bound([g.target for g in generators])
+        names = find_assigned_names([g.target for g in generators])
         later = [g.iter for g in generators[1:]]
         tests = [test for g in generators for test in g.ifs]
-        return self._ask_with(names, lambda: self._all(*later, *tests, *results))
+        return self._ask_in_scope(names, lambda: self._are_scalars(*later, *tests, *results))
 
     def _is_scalar_function(self, args: ast.arguments, body: list[ast.AST]) -> bool:
         """Return True if a nested function is scalar code, for arguments that are scalars."""
-        if not self._all(*args.defaults, *args.kw_defaults):
+        if not self._are_scalars(*args.defaults, *args.kw_defaults):
             return False
-        names = {*arguments(args)} | bound(body)
-        return self._ask_with(names, lambda: all(map(self._is_part, body)))
+        names = {*list_argument_names(args)} | find_assigned_names(body)
+        return self._ask_in_scope(names, lambda: all(map(self._is_part, body)))
 
     def _is_part(self, node: ast.AST) -> bool:
         if isinstance(node, ast.stmt):
             return self.is_statement(node, returns=True)
         return self.is_scalar(node)
 
-    def _ask_with(self, names: set[str], ask: Callable[[], bool]) -> bool:
+    def _ask_in_scope(self, names: set[str], ask: Callable[[], bool]) -> bool:
         """Answer a question in an inner scope, in which these names are scalars."""
         kept = self.tensors, self.names.local, self.fixed
         self.tensors = self.tensors - names
@@ -387,10 +399,10 @@ class _Finder:
 
     def can_leave(self, s: ast.stmt) -> bool:
         """Return True if a statement is scalar code except for the values that it returns."""
-        kept = [n for n in own([s]) if isinstance(n, ast.Return)]
+        kept = [n for n in walk_scope([s]) if isinstance(n, ast.Return)]
         if not kept or not isinstance(s, (ast.Try, ast.While, ast.For)):
             return False
-        in_try = any(isinstance(n, ast.Try) for n in own([s]))
+        in_try = any(isinstance(n, ast.Try) for n in walk_scope([s]))
         if not all(self._can_return(r.value, in_try=in_try) for r in kept):
             return False
         values = [r.value for r in kept]
@@ -411,7 +423,7 @@ class _Finder:
             return True
         if not in_try:
             return self._is_made_later(value)
-        return _makes_tensor(value) and not value.keywords and self._all(*value.args)
+        return _makes_tensor(value) and not value.keywords and self._are_scalars(*value.args)
 
     def _is_made_later(self, value: ast.AST | None) -> bool:
         """Return True if an expression can be evaluated later, with its scalar parts as holes."""
@@ -444,13 +456,15 @@ class _Finder:
         holes = self._find_holes(last) if last is not None else []
         read_later: set[str] = set()
         if isinstance(last, ast.If):  # before its sides are rewritten
-            read_later = self.live.start(last.body, last) | self.live.start(last.orelse, last)
+            read_later = self.live.find_live_at_start(
+                last.body, last
+            ) | self.live.find_live_at_start(last.orelse, last)
         elif last is not None and not isinstance(last, ast.Return):
             read_later = self.live.after[last]
         after = [] if last is None else [self._rewrite_inside(last)]
         if not any(map(self._is_heavy, run)) and not any(self._is_heavy(h) for h, _ in holes):
             return run + after
-        return _Region(self, run, last, holes, read_later).build(after)
+        return _ScalarCodeBuilder(self, run, last, holes, read_later).build_statement(after)
 
     def _is_heavy(self, node: ast.AST) -> bool:
         """Return True if code is more than arithmetic, which the runtime does for all at once."""
@@ -495,7 +509,7 @@ class _Finder:
             owner = owner.value
         if isinstance(owner, ast.Name) and owner.id not in self.names.local:
             value = self.lookup(owner.id)
-            return isinstance(value, types.ModuleType) and _home(value).startswith("torch")
+            return isinstance(value, types.ModuleType) and _get_home(value).startswith("torch")
         return f.attr in _COMPUTES
 
     def look_for_holes(self, node: ast.AST, found: list, *, leaves: bool) -> None:
@@ -514,7 +528,7 @@ class _Finder:
                     self.look_for_holes(item, found, leaves=leaves)
                 if not isinstance(item, ast.expr) or isinstance(item, (ast.Constant, ast.Slice)):
                     if leaves and field == "args" and _is_number(item) and _makes_tensor(node):
-                        found.append((item, _putter(node, field, i)))
+                        found.append((item, _make_setter(node, field, i)))
                     continue
                 if isinstance(getattr(item, "ctx", None), (ast.Store, ast.Del)):
                     continue
@@ -522,7 +536,7 @@ class _Finder:
                 if is_callee or isinstance(item, ast.Starred) or not self.is_scalar(item):
                     self.look_for_holes(item, found, leaves=leaves)
                 elif (leaves or not isinstance(item, ast.Name)) and self._is_value(item):
-                    found.append((item, _putter(node, field, i if value is items else None)))
+                    found.append((item, _make_setter(node, field, i if value is items else None)))
 
     def _is_value(self, node: ast.expr) -> bool:
         """Return True if an expression reads a value that may differ between examples."""
@@ -541,11 +555,16 @@ class _Finder:
         return s
 
 
-class _Region:
+class _ScalarCodeBuilder:
     """A builder of one `ScalarCode` statement."""
 
     def __init__(
-        self, finder: _Finder, run: list, last: ast.stmt | None, holes: list, read_later: set[str]
+        self,
+        finder: _ScalarCodeFinder,
+        run: list,
+        last: ast.stmt | None,
+        holes: list,
+        read_later: set[str],
     ) -> None:
         self.finder, self.run, self.last, self.holes = finder, run, last, holes
         self.read_later = read_later  # names that are read after the last statement's holes
@@ -554,11 +573,11 @@ class _Region:
         self.read_names: list[str] = []
         self.ways: list[tuple[str, list[str], ast.Return]] = []  # text, names of values, return
 
-    def build(self, after: list[ast.stmt]) -> list[ast.stmt]:
+    def build_statement(self, after: list[ast.stmt]) -> list[ast.stmt]:
         """Build the statement; ``after`` are the statements after it."""
         finder, last = self.finder, self.last
         as_written = copy.deepcopy(self.run)
-        hole_names = [finder.scope.fresh("hole") for _ in self.holes]
+        hole_names = [finder.scope.make_name("hole") for _ in self.holes]
         hole_values = [copy.deepcopy(value) for value, _ in self.holes]
         is_test = isinstance(last, ast.If)
         if self.holes and not is_test:
@@ -566,12 +585,12 @@ class _Region:
         elif self.holes:
             as_written += stmts("NAME = V", self.at, NAME=hole_names[0], V=hole_values[0])
         for (value, put), name in zip(self.holes, hole_names, strict=True):
-            put(_load(name, value))
+            put(_make_load(name, value))
         outs = self._find_outs()
         body = [self._rewrite_for_one(copy.deepcopy(s)) for s in self.run]
         given = [self._rewrite_for_one(copy.deepcopy(v)) for v in hole_values]
         takes = self._find_takes([*body, *(ast.copy_location(ast.Expr(v), v) for v in given)])
-        is_bound = bound(self.run)
+        is_bound = find_assigned_names(self.run)
         optional = [n for n in takes if n in is_bound]
         for n in reversed(optional):
             body[:0] = stmts("if NAME is UNBOUND:\n    del NAME", self.at, NAME=n, UNBOUND=UNBOUND)
@@ -579,7 +598,7 @@ class _Region:
             [ast.Constant(0), *(ast.Name(n, ast.Load()) for n in outs), *given], ast.Load()
         )
         body += stmts("return V", self.at, V=results)
-        name = finder.scope.fresh("scalar")
+        name = finder.scope.make_name("scalar")
         (function,) = stmts("def NAME(): BODY", self.at, BODY=body)
         takes = [n for n in takes if n not in is_bound]
         args = [ast.arg(n) for n in (UNBOUND, *takes, *optional, *self.read_names)]
@@ -606,11 +625,11 @@ class _Region:
         node = ScalarCode(ast.Tuple([*loaded, *reads], ast.Load()), as_written, [])
         node.takes, node.optional = names
         node.reads = self.reads
-        node.way = self.finder.scope.fresh("way")
+        node.way = self.finder.scope.make_name("way")
         node.gives = [falls, *(values for _, values, _ in self.ways)]
         node.may_change = any(map(_may_change, self.run))
         for n, (_, _, left) in enumerate(self.ways, 1):
-            test = expr("WAY == N", self.at, WAY=node.way, N=constant(n, self.at))
+            test = expr("WAY == N", self.at, WAY=node.way, N=make_constant(n, self.at))
             node.orelse.append(ast.copy_location(ast.If(test, [left], []), self.at))
         return node
 
@@ -624,55 +643,55 @@ class _Region:
         elif isinstance(last, ast.If):
             after = self.read_later
         else:
-            after = self.read_later | read(last)
+            after = self.read_later | find_read_names(last)
         inside = {id(n) for s in self.run for n in ast.walk(s)}
-        for node in own(finder.f.body):
+        for node in walk_scope(finder.f.body):
             if isinstance(node, (*SCOPES, ast.GeneratorExp)) and id(node) not in inside:
-                after = after | read(node)
-        return sorted(bound(self.run) & after & finder.names.local)
+                after = after | find_read_names(node)
+        return sorted(find_assigned_names(self.run) & after & finder.names.local)
 
     def _find_takes(self, body: list[ast.stmt]) -> list[str]:
         """Return the names whose values the scalar code needs from before."""
-        body = [_Scopes(bound(body)).visit(copy.deepcopy(s)) for s in body]
+        body = [_ScopeHider(find_assigned_names(body)).visit(copy.deepcopy(s)) for s in body]
         if not body:
             return []
         f = ast.FunctionDef("f", ast.arguments([], [], None, [], [], None, []), body, [])
-        live = _liveness(f, self.finder.names)
+        live = _analyze_liveness(f, self.finder.names)
         return sorted(live.before[body[0]] & self.finder.names.local)
 
     def _rewrite_for_one(self, node: Any) -> Any:
         """Rewrite code for one example, with names for reads of tensors, and numbered ways out."""
-        return _Inner(self).visit(node)
+        return _OneExampleRewriter(self).visit(node)
 
-    def name_of_read(self, how: str, tensor: ast.expr) -> ast.expr:
+    def name_read(self, how: str, tensor: ast.expr) -> ast.expr:
         """Return the name of a number that is read from a tensor."""
         text = how, ast.dump(tensor)
         known = [(m, ast.dump(t)) for m, t in self.reads]
         if text not in known:
             self.reads.append((how, tensor))
-            self.read_names.append(self.finder.scope.fresh("read"))
+            self.read_names.append(self.finder.scope.make_name("read"))
             known.append(text)
-        return _load(self.read_names[known.index(text)], tensor)
+        return _make_load(self.read_names[known.index(text)], tensor)
 
-    def leave_by(self, node: ast.Return) -> ast.Return:
+    def rewrite_return(self, node: ast.Return) -> ast.Return:
         """Rewrite a ``return`` for one example: return the number of the way, and its scalars."""
         values: list[ast.expr] = []
         names: list[str] = []
 
-        def hole(value: ast.expr) -> ast.expr:
+        def make_hole(value: ast.expr) -> ast.expr:
             values.append(self._rewrite_for_one(value))
-            names.append(self.finder.scope.fresh("hole"))
-            return _load(names[-1], value)
+            names.append(self.finder.scope.make_name("hole"))
+            return _make_load(names[-1], value)
 
         left = copy.deepcopy(node)
         if left.value is not None and self.finder.is_scalar(left.value):
             if not isinstance(left.value, ast.Constant):
-                left.value = hole(left.value)
+                left.value = make_hole(left.value)
         elif left.value is not None:
             holes: list = []
             self.finder.look_for_holes(left, holes, leaves=True)
             for value, put in holes:
-                put(hole(value))
+                put(make_hole(value))
         text = ast.dump(left)
         for n, name in enumerate(names):
             text = text.replace(repr(name), f"'{n}'")
@@ -680,34 +699,34 @@ class _Region:
         if text not in known:
             self.ways.append((text, names, left))
             known.append(text)
-        way = constant(known.index(text) + 1, node)
+        way = make_constant(known.index(text) + 1, node)
         made = ast.Return(ast.Tuple([way, *values], ast.Load()))
         return ast.copy_location(made, node)
 
 
-class _Inner(ast.NodeTransformer):
+class _OneExampleRewriter(ast.NodeTransformer):
     """A rewriter of scalar code for one example."""
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, region: _ScalarCodeBuilder) -> None:
         self.region, self.finder = region, region.finder
         self.depth = 0  # nested functions around the node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         found = self.finder.find_read(node)
-        return self.generic_visit(node) if found is None else self.region.name_of_read(*found)
+        return self.generic_visit(node) if found is None else self.region.name_read(*found)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if self.finder.is_scalar(node) and not self.finder.is_scalar(node.value):
-            return self.region.name_of_read("", node)
+            return self.region.name_read("", node)
         return self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         if not self.finder.is_scalar(node):
-            return self.region.name_of_read("bool", node)
+            return self.region.name_read("bool", node)
         return self.generic_visit(node)
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
-        return self.generic_visit(node) if self.depth else self.region.leave_by(node)
+        return self.generic_visit(node) if self.depth else self.region.rewrite_return(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._visit_function(node)
@@ -723,13 +742,13 @@ class _Inner(ast.NodeTransformer):
             self.depth -= 1
 
 
-class _Scopes(ast.NodeTransformer):
+class _ScopeHider(ast.NodeTransformer):
     """A transformer that hides the names of nested scopes, for the analysis of names read."""
 
     def __init__(self, later: set[str]) -> None:
         self.later = later  # names that the code binds, which nested functions read afterwards
 
-    def _hide(self, node: Any, names: set[str]) -> ast.AST:
+    def _hide_names(self, node: Any, names: set[str]) -> ast.AST:
         for n in ast.walk(node):
             if isinstance(n, ast.Name) and n.id in names:
                 n.id = "__hidden__"
@@ -737,27 +756,27 @@ class _Scopes(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         given = {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
-        return self._hide(node, given | bound(node.body) | self.later)
+        return self._hide_names(node, given | find_assigned_names(node.body) | self.later)
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self.generic_visit(node)
-        return self._hide(node, {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)})
+        return self._hide_names(node, {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)})
 
-    def _comprehension(self, node: Any) -> ast.AST:
+    def _hide_comprehension(self, node: Any) -> ast.AST:
         self.generic_visit(node)
-        return self._hide(node, bound([g.target for g in node.generators]))
+        return self._hide_names(node, find_assigned_names([g.target for g in node.generators]))
 
-    visit_ListComp = visit_SetComp = visit_DictComp = _comprehension  # noqa: N815 - ast's names
-    visit_GeneratorExp = _comprehension  # noqa: N815 - ast's name
+    visit_ListComp = visit_SetComp = visit_DictComp = _hide_comprehension  # noqa: N815 - ast's names
+    visit_GeneratorExp = _hide_comprehension  # noqa: N815 - ast's name
 
 
-def _liveness(f: ast.FunctionDef, names: Names) -> Liveness:
+def _analyze_liveness(f: ast.FunctionDef, names: ScopeNames) -> Liveness:
     """Return the liveness of names, without the reads of nested functions."""
     without = types.SimpleNamespace(local=names.local, captured=set())
     return Liveness(f, without, all_live=False)  # type: ignore[arg-type]
 
 
-def _load(name: str, at: ast.AST) -> ast.expr:
+def _make_load(name: str, at: ast.AST) -> ast.expr:
     return ast.copy_location(ast.Name(name, ast.Load()), at)
 
 
@@ -781,38 +800,38 @@ def _makes_tensor(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _MAKERS
 
 
-def _putter(node: ast.AST, field: str, i: int | None) -> Callable[[ast.expr], None]:
-    def put(new: ast.expr) -> None:
+def _make_setter(node: ast.AST, field: str, i: int | None) -> Callable[[ast.expr], None]:
+    def set_field(new: ast.expr) -> None:
         if i is None:
             setattr(node, field, new)
         else:
             getattr(node, field)[i] = new
 
-    return put
+    return set_field
 
 
 def _is_of_torch(value: Any) -> bool:
     """Return True if a value is torch's, or a function of the user's that names torch."""
     if isinstance(value, types.FunctionType):
         home = value.__globals__
-        named = {n for code in _codes(value.__code__) for n in code.co_names}
-        return _home(value).startswith("torch") or any(
-            isinstance(home.get(n), types.ModuleType) and _home(home[n]).startswith("torch")
+        named = {n for code in _walk_codes(value.__code__) for n in code.co_names}
+        return _get_home(value).startswith("torch") or any(
+            isinstance(home.get(n), types.ModuleType) and _get_home(home[n]).startswith("torch")
             for n in named
         )
-    return _home(value).split(".")[0] in ("torch", "forall") or any(
-        _home(kind).startswith("torch") for kind in type(value).__mro__
+    return _get_home(value).split(".")[0] in ("torch", "forall") or any(
+        _get_home(kind).startswith("torch") for kind in type(value).__mro__
     )
 
 
-def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
+def _walk_codes(code: types.CodeType) -> Iterable[types.CodeType]:
     yield code
     for constant_ in code.co_consts:
         if isinstance(constant_, types.CodeType):
-            yield from _codes(constant_)
+            yield from _walk_codes(constant_)
 
 
-def _home(value: Any) -> str:
+def _get_home(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
     found = getattr(value, "__module__", None)

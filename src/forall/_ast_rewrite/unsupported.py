@@ -6,7 +6,7 @@ import ast
 from typing import NamedTuple
 
 
-class Refused(NamedTuple):
+class Refusal(NamedTuple):
     """The reason why a function is not converted; ``place`` is ``file:line`` of its cause."""
 
     reason: str

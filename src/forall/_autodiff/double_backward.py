@@ -12,17 +12,17 @@ import torch
 
 from forall._autodiff import reverse_mode
 from forall._autodiff.decompositions.graph_nodes import NODES
-from forall._autodiff.once_differentiable import Refusing, is_once_node
-from forall._autodiff.phase_errors import PHASES, Asking, may_have_phases
-from forall._compat.autograd_graph import nodes
-from forall._compat.dispatch_state import apply_function, functions_off, users_tangents
-from forall._core.levels import graph_free, moves
+from forall._autodiff.once_differentiable import OnceDifferentiableHook, is_once_differentiable_node
+from forall._autodiff.phase_errors import PHASES, PhaseCheckHook, may_have_phases
+from forall._compat.autograd_graph import iterate_nodes
+from forall._compat.dispatch_state import apply_own_function, functions_off, has_users_tangents
+from forall._core.levels import graph_free, has_any_tangent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class hooked:
+class hook_backward_nodes:
     """Keep hooks on the graph's nodes while a backward pass runs.
 
     With ``create_graph``, nodes in `NODES` get a derivative, and those marked
@@ -36,16 +36,16 @@ class hooked:
         asks = may_have_phases()
         if not create_graph and not asks:
             return
-        for node in nodes(outputs):
+        for node in iterate_nodes(outputs):
             name = type(node).__name__
             if asks and name in PHASES:
-                self.handles.append(node.register_prehook(Asking(node)))
+                self.handles.append(node.register_prehook(PhaseCheckHook(node)))
             if not create_graph:
                 continue
             if name in NODES:
-                self.handles.append(node.register_hook(_Hook(node)))
-            elif is_once_node(node):
-                self.handles.append(node.register_hook(Refusing(node)))
+                self.handles.append(node.register_hook(_DerivativeHook(node)))
+            elif is_once_differentiable_node(node):
+                self.handles.append(node.register_hook(OnceDifferentiableHook(node)))
 
     def __enter__(self) -> None:
         pass
@@ -55,7 +55,7 @@ class hooked:
             handle.remove()
 
 
-class _Hook:
+class _DerivativeHook:
     __slots__ = ("node",)
 
     def __init__(self, node: Any) -> None:
@@ -64,7 +64,9 @@ class _Hook:
     def __call__(self, found: tuple, cotangents: tuple) -> tuple | None:
         there = [t for t in found if t is not None]
         formula = NODES[type(self.node).__name__]
-        whole = formula.lacks_tangents and (users_tangents() or any(map(moves, there)))
+        whole = formula.lacks_tangents and (
+            has_users_tangents() or any(map(has_any_tangent, there))
+        )
         if not whole and not (formula.lacks_history and any(t.requires_grad for t in there)):
             return None
         pull, tensors = formula.steps(self.node)
@@ -76,14 +78,14 @@ class _Hook:
             new = tuple(pulled[i] for i in wanted)
         else:
             numbers = [graph_free(t) for t in there]
-            new = apply_function(_Twice, pull, wanted, *numbers, *cotangents, *tensors)
+            new = apply_own_function(_DoubleBackward, pull, wanted, *numbers, *cotangents, *tensors)
         out = list(found)
         for i, t in zip(wanted, new, strict=True):
             out[i] = t
         return tuple(out)
 
 
-class _Twice(torch.autograd.Function):
+class _DoubleBackward(torch.autograd.Function):
     """A node that returns a kernel's gradients, and whose backward is that of ``pull``."""
 
     @staticmethod
@@ -99,11 +101,11 @@ class _Twice(torch.autograd.Function):
         again = torch.is_grad_enabled()
         with torch.enable_grad(), functions_off():
             given = list(ctx.saved_tensors)
-            own = [reverse_mode.variable(given[i]) for i in asked]
+            own = [reverse_mode.make_variable(given[i]) for i in asked]
             for i, x in zip(asked, own, strict=True):
                 given[i] = x
             pulled = ctx.pull(*given)
-            found = reverse_mode.gradients(
+            found = reverse_mode.compute_gradients(
                 tuple(pulled[i] for i in ctx.wanted), cotangents, own, create_graph=again
             )
         out: list[Any] = [None] * (len(ctx.needs_input_grad))

@@ -6,44 +6,51 @@ from typing import Any
 
 import torch
 
-from forall._autodiff.sparse_errors import no_tangent
+from forall._autodiff.sparse_errors import make_tangent_error
 from forall._compat.dispatch_state import (
-    autograd_below,
-    forward_on,
+    enable_autograd_below,
+    enable_forward_mode,
     functions_off,
     no_dispatch,
 )
-from forall._compat.inference_mode import ordinary
+from forall._compat.inference_mode import copy_if_inference
 from forall._compat.jagged_layout import Jagged
 from forall._compat.lazy_bits import attach_tangent
 from forall._compat.private_api import split_tangent, subclass_functions_off
 from forall._compat.tensor_subclass import (
-    called_by_class,
-    has_own_meaning,
+    call_users_classes,
+    has_own_torch_function,
     has_posed_class,
     posing,
-    taken_out,
+    run_on_wrappers,
 )
 from forall._compat.value_errors import has_unknown_class
 from forall._compat.wrapper_tensor import (
     READS,
     Wrapper,
-    innermost,
-    look_like,
-    shell,
+    copy_metadata,
+    make_shell,
+    unwrap_all,
 )
 from forall._core import nested_tensor
-from forall._core.errors import marks, short
+from forall._core.errors import format_repr_marks, format_short
 from forall._core.escaped_values import (
-    called,
-    dispatched,
-    is_over,
-    left,
-    meets_ended,
-    what_is_left,
+    call_without_mode,
+    dispatch_without_mode,
+    find_fallback,
+    has_escaped_values,
+    is_escape_from,
+    replace_escaped,
 )
-from forall._core.host_reads import numbers_told, shown
-from forall._core.levels import Level, complete, graph_free, outside, outside_all, second_name
+from forall._core.host_reads import format_numbers, notify_host_read
+from forall._core.levels import (
+    Level,
+    alias_for_autograd,
+    complete_gradient,
+    graph_free,
+    run_outside,
+    run_outside_all,
+)
 from forall._core.sparse_operands import is_sparse
 
 
@@ -56,27 +63,27 @@ class DualLevel(Level):
         self.outer_history = False  # whether an argument had one
         self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
 
-    def halves(self, a: Any) -> tuple[Any, torch.Tensor | None]:
-        """Return an argument's primal and tangent. It has to be called inside `autograd_below`."""
-        if type(a) is not Dual or a.level is not self:
+    def split_dual(self, a: Any) -> tuple[Any, torch.Tensor | None]:
+        """Return an argument's primal and tangent. It has to be called inside `enable_autograd_below`."""
+        if type(a) is not DualTensor or a.level is not self:
             return a, None
         primal, tangent = split_tangent(a.value, level=0)
-        return primal, complete(tangent)
+        return primal, complete_gradient(tangent)
 
 
-class Dual(Wrapper):
+class DualTensor(Wrapper):
     """A dual tensor: a primal and its tangent under one jvp level, both carried by ``value``."""
 
     value: torch.Tensor
 
-    def graph_free(self) -> Dual:
-        return wrap(self.value, self.level)
+    def graph_free(self) -> DualTensor:
+        return wrap_dual(self.value, self.level)
 
     def describe(self) -> str:
-        return f"Dual({short(self)}, with a tangent{marks(self)}:\n{shown(self.value)})"
+        return f"Dual({format_short(self)}, with a tangent{format_repr_marks(self)}:\n{format_numbers(self.value)})"
 
     def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
-        rest = what_is_left(self)
+        rest = replace_escaped(self)
         if rest is not self:
             return getattr(rest, name)(*args, **kwargs)
         if name not in READS:
@@ -85,27 +92,27 @@ class Dual(Wrapper):
                 "Use torch's operators on it, or do this outside jvp."
             )
         self.refuse_history(name)
-        numbers_told()
-        with outside(self.level), functions_off():
-            return getattr(graph_free(self.level.afterwards(self)), name)(*args, **kwargs)
+        notify_host_read()
+        with run_outside(self.level), functions_off():
+            return getattr(graph_free(self.level.fallback_value(self)), name)(*args, **kwargs)
 
     def loses(self, name: str) -> None:
         super().loses(name)
-        with outside(self.level), functions_off():
-            if unpack(self, self.level)[1] is not None:
+        with run_outside(self.level), functions_off():
+            if unpack_dual(self, self.level)[1] is not None:
                 raise RuntimeError(
                     f"jvp: x.{name}() would lose the tangent that x has.\n"
                     f"Use x.detach().{name}() if that is meant, or operators of torch."
                 )
 
-    def alone(self, gaps: bool = False) -> bool:
+    def lay_out_alone(self, gaps: bool = False) -> bool:
         if not isinstance(self.value, Wrapper):
             return False
-        with outside(self.level), functions_off():
-            moved = self.value.alone(gaps)
-            tangent = self.level._unpacked(self)[1] if moved else None
+        with run_outside(self.level), functions_off():
+            moved = self.value.lay_out_alone(gaps)
+            tangent = self.level._unpack(self)[1] if moved else None
             # Torch gave the tangent the strides of the primal, with gaps if that had any.
-            if isinstance(tangent, Wrapper) and not tangent.alone(gaps=True):
+            if isinstance(tangent, Wrapper) and not tangent.lay_out_alone(gaps=True):
                 raise NotImplementedError(
                     "jvp: a view by strides of a tensor whose tangent is laid out otherwise.\n"
                     "Use reshape or an index, or vmap with the examples in front (in_dims=0)."
@@ -113,10 +120,10 @@ class Dual(Wrapper):
         self.look_like_value()
         return moved
 
-    def detach_(self) -> Dual:
+    def detach_(self) -> DualTensor:
         """Detach the value too: autograd's own kernel detaches the wrapper alone."""
-        if is_over(self.level):
-            return left(self).detach_()  # pyright: ignore[reportReturnType]
+        if is_escape_from(self.level):
+            return find_fallback(self).detach_()  # pyright: ignore[reportReturnType]
         self.value = torch.Tensor.detach(self).value
         torch.Tensor.detach_(self)
         return self
@@ -124,17 +131,17 @@ class Dual(Wrapper):
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """An alias of this tensor without history, and without the tangent of its value."""
-        with outside(self.level), functions_off():
-            return wrap(self.value.data, self.level)
+        with run_outside(self.level), functions_off():
+            return wrap_dual(self.value.data, self.level)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         """Make this tensor an alias of new's memory, with its own tangent and history unchanged."""
         level = self.level
-        with outside(level), autograd_below(grad=True, forward=True):
+        with run_outside(level), enable_autograd_below(grad=True, forward=True):
             value = self.value.view_as(self.value)
-            value.data = unpack(new, level)[0].detach()
-        look_like(self, wrap(value, level))
+            value.data = unpack_dual(new, level)[0].detach()
+        copy_metadata(self, wrap_dual(value, level))
         self.value = value
 
     @classmethod
@@ -143,10 +150,10 @@ class Dual(Wrapper):
             for t in types:
                 if not issubclass(t, torch.Tensor):
                     return NotImplemented
-                if has_own_meaning(t):
-                    return called_by_class(func, types, args, kwargs or {})
-        if meets_ended(args, kwargs):
-            return called(func, args, kwargs or {})
+                if has_own_torch_function(t):
+                    return call_users_classes(func, types, args, kwargs or {})
+        if has_escaped_values(args, kwargs):
+            return call_without_mode(func, args, kwargs or {})
         if func is _ONE_HOT:
             _check_classes(*args, **(kwargs or {}))
         with subclass_functions_off():
@@ -155,10 +162,10 @@ class Dual(Wrapper):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if Jagged in types:
-            return nested_tensor.answer(func, args)
+            return nested_tensor.run_on_nested(func, args)
         if posing.used and has_posed_class(types):
-            return taken_out(None, func, args, kwargs or {})
-        return dispatched(func, args, kwargs or {})
+            return run_on_wrappers(None, func, args, kwargs or {})
+        return dispatch_without_mode(func, args, kwargs or {})
 
 
 _ONE_HOT = torch.nn.functional.one_hot
@@ -166,29 +173,29 @@ _ONE_HOT = torch.nn.functional.one_hot
 
 def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
     """Raise torch's error for a class out of range: torch omits this check for wrappers."""
-    tensor = innermost(tensor)
+    tensor = unwrap_all(tensor)
     if isinstance(num_classes, torch.Tensor) or not tensor.numel():
         return
-    with outside_all():  # a program that is being recorded includes the check
+    with run_outside_all():  # a program that is being recorded includes the check
         fails = has_unknown_class(tensor, num_classes)
     if fails:
         with functions_off(), no_dispatch():
             _ONE_HOT(tensor.detach(), num_classes)
 
 
-def wrap(value: torch.Tensor, level: DualLevel) -> Dual:
-    d = shell(Dual, value)
+def wrap_dual(value: torch.Tensor, level: DualLevel) -> DualTensor:
+    d = make_shell(DualTensor, value)
     own = d.__dict__
     own["value"], own["level"] = value, level
     return d
 
 
-class Share(torch.autograd.Function):
+class LiftToDual(torch.autograd.Function):
     """The node that lifts an outer tensor which requires grad to a jvp level, without a tangent."""
 
     @staticmethod
     def forward(tensor, level):
-        return wrap(level.within(tensor), level)
+        return wrap_dual(level.lower_tensor(tensor), level)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -199,12 +206,12 @@ class Share(torch.autograd.Function):
         return g, None
 
 
-class Keep(torch.autograd.Function):
+class KeepPrimal(torch.autograd.Function):
     """The node that replaces a dual tensor by its primal after the call, with its history."""
 
     @staticmethod
     def forward(dual, primal):
-        return second_name(primal)
+        return alias_for_autograd(primal)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -219,20 +226,20 @@ class Keep(torch.autograd.Function):
         return t
 
 
-def unpack(y: torch.Tensor, level: DualLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
+def unpack_dual(y: torch.Tensor, level: DualLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the primal and the tangent (None for zero) as tensors of the next outer level."""
-    if not isinstance(y, Dual) or y.level is not level:
+    if not isinstance(y, DualTensor) or y.level is not level:
         return y, None
-    with functions_off(), forward_on():
+    with functions_off(), enable_forward_mode():
         primal, tangent = split_tangent(y.value, level=0)
-    return primal, complete(tangent)
+    return primal, complete_gradient(tangent)
 
 
-def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: DualLevel) -> Dual:
+def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: DualLevel) -> DualTensor:
     """Make a value of ``level`` from a primal and a tangent of the next outer level."""
     if is_sparse(primal):
-        raise no_tangent(primal)
-    primal, tangent = ordinary(primal), ordinary(tangent)
+        raise make_tangent_error(primal)
+    primal, tangent = copy_if_inference(primal), copy_if_inference(tangent)
     level.outer_history |= primal.requires_grad or tangent.requires_grad
-    with functions_off(), torch.enable_grad(), forward_on():
-        return wrap(attach_tangent(primal, tangent), level)
+    with functions_off(), torch.enable_grad(), enable_forward_mode():
+        return wrap_dual(attach_tangent(primal, tangent), level)

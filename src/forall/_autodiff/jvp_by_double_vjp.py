@@ -15,33 +15,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._autodiff.decompositions.backwards import BACKWARD
-from forall._autodiff.decompositions.table import READ, steps
-from forall._autodiff.dual_tensor import Dual, DualLevel, make_dual, unpack, wrap
+from forall._autodiff.decompositions.table import READS_RESULTS, find_decomposition
+from forall._autodiff.dual_tensor import DualLevel, DualTensor, make_dual, unpack_dual, wrap_dual
 from forall._autodiff.reverse_mode import (
-    Run,
-    closed,
-    gradients,
-    inward,
-    leaf,
-    reaching,
-    variable,
+    VariableScope,
+    compute_gradients,
+    detach_from_run,
+    make_leaf,
+    make_variable,
+    pull_back,
+    select_enclosed,
 )
 from forall._compat import pytree, rng_state
 from forall._compat.dispatch_state import (
-    autograd_below,
-    forward_level,
-    forward_on,
+    enable_autograd_below,
+    enable_forward_mode,
     functions_off,
+    hold_forward_level,
     no_dispatch,
 )
 from forall._compat.exception_safety import contextmanager
 from forall._compat.lazy_bits import attach_tangent
 from forall._compat.private_api import split_tangent
-from forall._compat.trace_modes import is_traced
+from forall._compat.trace_modes import is_compiler_tensor
 from forall._compat.versions import apply_users
-from forall._compat.wrapper_tensor import innermost
-from forall._core.levels import at, deepest, graph_free, lift, made_of, outside, stack, top
-from forall._random.key_scope import resuming
+from forall._compat.wrapper_tensor import unwrap_all
+from forall._core.levels import (
+    apply_at_level,
+    find_innermost_of,
+    graph_free,
+    lift,
+    map_with_rule,
+    run_outside,
+    stack,
+    top,
+)
+from forall._random.key_scope import resume_draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,28 +58,28 @@ if TYPE_CHECKING:
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
-def lowered(h: Function, args: tuple, level: DualLevel) -> tuple:
+def lower_function(h: Function, args: tuple, level: DualLevel) -> tuple:
     """Run ``h``, a function of tensors of the next outer level, on values of ``level``."""
     args = tuple(lift(a, level) for a in args)
     if torch.is_grad_enabled() and any(a.requires_grad for a in args):
-        return apply_users(_Lowered, h, level, *args)
-    return _derived(h, args, level)[0]
+        return apply_users(_LoweredFunction, h, level, *args)
+    return _push_or_record(h, args, level)[0]
 
 
-def handed_on(h: Function, args: tuple, level: DualLevel) -> tuple:
+def push_through_levels(h: Function, args: tuple, level: DualLevel) -> tuple:
     """Run ``h`` on values of ``level``; outer levels that are differentiated push it likewise."""
 
     def further_out(h: Function) -> Function:
         def run_there(*values: torch.Tensor) -> tuple:
-            return at(level.parent, h, values)
+            return apply_at_level(level.parent, h, values)
 
         vars(run_there).update(vars(h))
         return run_there
 
-    return lowered(made_of(h, further_out), args, level)
+    return lower_function(map_with_rule(h, further_out), args, level)
 
 
-def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Function:
+def make_rule_push(h: Function, moving: Sequence[int], counts: list[int]) -> Function:
     """Return the push-forward of ``h`` in torch's forward mode.
 
     It takes the arguments, then tangents of the arguments ``moving``. It returns the results of
@@ -80,70 +89,80 @@ def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Funct
 
     def push(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = list(both[: len(both) - len(moving)])
-        with forward_on():
+        with enable_forward_mode():
             for i, t in zip(moving, both[len(given) :], strict=True):
                 given[i] = attach_tangent(given[i], t)
             halves = [split_tangent(y, level=0) for y in h(*given)]
         counts[:] = [len(halves)]
-        tangents = (torch.zeros_like(y) if t is None else t for y, t in halves if _moves(y))
+        tangents = (
+            torch.zeros_like(y) if t is None else t for y, t in halves if _can_have_tangent(y)
+        )
         return (*(y for y, _ in halves), *tangents)
 
     return push
 
 
-def _derived(
+def _push_or_record(
     h: Function, args: tuple, level: DualLevel, asked: Sequence[int] = ()
 ) -> tuple[tuple, list]:
     """Return values and tangents of ``h``, also if the tangents are recorded on a tape."""
     if level.tapes is not None and level.outer_grad and getattr(h, "enters", False):
-        return _noted(_drawing_again(h, args), args, level, asked)
-    return _pushed(h, args, level, asked)
+        return _record_step(_repeat_draws(h, args), args, level, asked)
+    return _push_forward(h, args, level, asked)
 
 
-def _noted(h: Function, args: tuple, level: DualLevel, asked: Sequence[int]) -> tuple[tuple, list]:
+def _record_step(
+    h: Function, args: tuple, level: DualLevel, asked: Sequence[int]
+) -> tuple[tuple, list]:
     """Record ``h`` as one step of the tangent program, which differentiates it with each push.
 
     If ``h`` lifts its values to a level of its own, a tape inside it would have no history, which
     is on that level's wrappers.
     """
-    with outside(level), autograd_below(grad=True, forward=False):
-        pairs = [unpack(a, level) for a in args]
+    with run_outside(level), enable_autograd_below(grad=True, forward=False):
+        pairs = [unpack_dual(a, level) for a in args]
         n = len(pairs)
         moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
         values: list[tuple[torch.Tensor | None, bool]] = []  # each with True if it is constant
 
         def step(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = list(both[:n])
-            with forward_level(), torch.enable_grad():
+            with hold_forward_level(), torch.enable_grad():
                 here: DualLevel = type(level)(top(), outer_grad=True)
                 for i, t in zip(moving, both[n:], strict=True):
                     given[i] = make_dual(given[i], t, here)
-                outs, constant = _pushed(h, tuple(given), here, asked)
-                halves = [(y, None) if y is None else unpack(y, here) for y in outs]
+                outs, constant = _push_forward(h, tuple(given), here, asked)
+                halves = [(y, None) if y is None else unpack_dual(y, here) for y in outs]
             still = set(map(id, constant))
             values[:] = [(y, id(o) in still) for o, (y, _) in zip(outs, halves, strict=True)]
-            return tuple(torch.zeros_like(y) if t is None else t for y, t in halves if _moves(y))
+            return tuple(
+                torch.zeros_like(y) if t is None else t for y, t in halves if _can_have_tangent(y)
+            )
 
         tangents = (t for _, t in pairs if t is not None)
-        noted = iter(level.tapes.noted(step, (*(x for x, _ in pairs), *tangents)))
+        noted = iter(level.tapes.record_step(step, (*(x for x, _ in pairs), *tangents)))
         out, constant = [], []
         for y, is_constant in values:
             if y is not None:
-                y = make_dual(y, next(noted), level) if _moves(y) else wrap(y, level)
+                y = (
+                    make_dual(y, next(noted), level)
+                    if _can_have_tangent(y)
+                    else wrap_dual(y, level)
+                )
             out.append(y)
             if is_constant:
                 constant.append(y)
     return tuple(out), constant
 
 
-def _moves(y: torch.Tensor | None) -> bool:
+def _can_have_tangent(y: torch.Tensor | None) -> bool:
     return y is not None and (y.is_floating_point() or y.is_complex())
 
 
-def transposed(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
+def push_by_transposing(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
     """Run an operator on values of ``level``, with tangents from torch's backward of it."""
     flat, spec = pytree.flatten((args, kwargs))
-    places = [i for i, a in enumerate(flat) if type(a) is Dual]
+    places = [i for i, a in enumerate(flat) if type(a) is DualTensor]
     shape: list[Any] = []
 
     def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -155,27 +174,27 @@ def transposed(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
         shape[:] = [out_spec]
         return tuple(outs)
 
-    outs = lowered(h, tuple(graph_free(flat[i]) for i in places), level)
+    outs = lower_function(h, tuple(graph_free(flat[i]) for i in places), level)
     return pytree.unflatten(list(outs), shape[0])
 
 
-def without_formula(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
+def push_without_formula(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
     """Run an operator on values of ``level`` for which torch has no correct forward formula.
 
     It is decomposed if it has a decomposition, or else differentiated by transposing its backward.
     """
     with functions_off():
-        if (small := steps(func)) is not None:
-            return _in_steps(func, small, args, kwargs, level)
+        if (small := find_decomposition(func)) is not None:
+            return _push_decomposed(func, small, args, kwargs, level)
         if func not in BACKWARD:
-            return transposed(func, args, kwargs, level)
-        with _as_innermost(level), autograd_below(grad=True, forward=True):
+            return push_by_transposing(func, args, kwargs, level)
+        with _make_innermost(level), enable_autograd_below(grad=True, forward=True):
             found = BACKWARD[func](*args, **kwargs)
         return pytree.map_tensors(graph_free, found)
 
 
 @contextmanager
-def _as_innermost(level: DualLevel) -> Iterator[None]:
+def _make_innermost(level: DualLevel) -> Iterator[None]:
     """Make ``level`` the innermost one, at which variables are made.
 
     A level further in may have passed its operator on to this one.
@@ -189,43 +208,45 @@ def _as_innermost(level: DualLevel) -> Iterator[None]:
         stack.top = was
 
 
-def _in_steps(func: Any, small: Callable, args: tuple, kwargs: dict, level: DualLevel) -> Any:
+def _push_decomposed(
+    func: Any, small: Callable, args: tuple, kwargs: dict, level: DualLevel
+) -> Any:
     """Compute results that have tangents by the decomposition, and others by the kernel.
 
     Steps without tangents run at this level too: autograd is off here, and on further out.
     """
-    args, kwargs = pytree.map_tensors(lambda a: _at_level(a, level), (args, kwargs))
+    args, kwargs = pytree.map_tensors(lambda a: _wrap_at_level(a, level), (args, kwargs))
     if len(func._schema.returns) == 1:
         return small(*args, **kwargs)
-    with outside(level), autograd_below(grad=False, forward=False):
-        primals, named = pytree.map_tensors(lambda a: unpack(a, level)[0], (args, kwargs))
+    with run_outside(level), enable_autograd_below(grad=False, forward=False):
+        primals, named = pytree.map_tensors(lambda a: unpack_dual(a, level)[0], (args, kwargs))
         found = func(*primals, **named)
-    kernel = pytree.map_tensors(lambda t: wrap(t, level), found)
-    given = (kernel, *args) if func in READ else args
+    kernel = pytree.map_tensors(lambda t: wrap_dual(t, level), found)
+    given = (kernel, *args) if func in READS_RESULTS else args
     moving = small(*given, **kwargs)
     moving = moving if isinstance(moving, tuple) else (moving,)
     return (*moving, *kernel[len(moving) :])
 
 
-def _at_level(a: torch.Tensor, level: DualLevel) -> torch.Tensor:
+def _wrap_at_level(a: torch.Tensor, level: DualLevel) -> torch.Tensor:
     """Return a tensor that an outer level may differentiate as a value of the level."""
-    if (type(a) is Dual and a.level is level) or not _moves(a):
+    if (type(a) is DualTensor and a.level is level) or not _can_have_tangent(a):
         return a
-    return wrap(a, level)
+    return wrap_dual(a, level)
 
 
-class _Lowered(torch.autograd.Function):
+class _LoweredFunction(torch.autograd.Function):
     """The node of ``h`` at a jvp level. Its backward is the pull-back of ``h``, lowered too."""
 
     @staticmethod
     def forward(ctx, h, level, *args):
         # Zeros for an unused output would be made without the batch axes of outer levels.
         ctx.set_materialize_grads(False)
-        ctx.h, ctx.level = _drawing_again(h, args), level
+        ctx.h, ctx.level = _repeat_draws(h, args), level
         ctx.save_for_backward(*args)
         asked = [i for i in range(len(args)) if ctx.needs_input_grad[i + 2]]
         with torch.enable_grad():
-            outs, constant = _derived(h, args, level, asked)
+            outs, constant = _push_or_record(h, args, level, asked)
         ctx.mark_non_differentiable(*constant)
         return outs
 
@@ -237,37 +258,37 @@ class _Lowered(torch.autograd.Function):
         given = [i for i, c in enumerate(cotangents) if c is not None]
 
         def pull(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with Run() as run:
-                xs = [variable(x) if i in asked else x for i, x in enumerate(both[:n])]
+            with VariableScope() as run:
+                xs = [make_variable(x) if i in asked else x for i, x in enumerate(both[:n])]
                 ys = ctx.h(*xs)
                 own = [xs[i] for i in asked]
-                found = gradients(tuple(ys[i] for i in given), both[n:], own)
-            return tuple(closed(found, run, torch.is_grad_enabled()))
+                found = compute_gradients(tuple(ys[i] for i in given), both[n:], own)
+            return tuple(detach_from_run(found, run, torch.is_grad_enabled()))
 
         both = (*args, *(cotangents[i] for i in given))
-        found = iter(at(deepest(both), pull, both))
+        found = iter(apply_at_level(find_innermost_of(both), pull, both))
         return None, None, *[next(found) if i in asked else None for i in range(n)]
 
 
-def _drawing_again(h: Function, args: tuple) -> Function:
+def _repeat_draws(h: Function, args: tuple) -> Function:
     """Return ``h`` such that it always draws the random numbers that it would draw now."""
-    again, states = resuming(operator.call), rng_state.states(args)
+    again, states = resume_draws(operator.call), rng_state.save_states(args)
 
-    def drawing_again(h: Function) -> Function:
-        def drawn(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            now = rng_state.states(tensors)
-            rng_state.restore(states)
+    def wrap_function(h: Function) -> Function:
+        def run_with_states(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            now = rng_state.save_states(tensors)
+            rng_state.restore_states(states)
             try:
                 return again(h, *tensors)
             finally:
-                rng_state.restore(now)
+                rng_state.restore_states(now)
 
-        return drawn
+        return run_with_states
 
-    return made_of(h, drawing_again)
+    return map_with_rule(h, wrap_function)
 
 
-def _pushed(
+def _push_forward(
     h: Function, args: tuple, level: DualLevel, asked: Sequence[int] = ()
 ) -> tuple[tuple, list]:
     """Return the values of ``h`` with tangents, computed by transposing its pull-back.
@@ -275,20 +296,24 @@ def _pushed(
     The second result lists the values that depend neither on arguments with tangents nor on the
     arguments ``asked``.
     """
-    with outside(level), autograd_below(grad=True, forward=False), Run() as run:
-        pairs = [unpack(a, level) for a in args]
+    with (
+        run_outside(level),
+        enable_autograd_below(grad=True, forward=False),
+        VariableScope() as run,
+    ):
+        pairs = [unpack_dual(a, level) for a in args]
         moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
         xs = [p for p, _ in pairs]
-        own = {i: variable(xs[i]) for i in {*moving, *asked}}
+        own = {i: make_variable(xs[i]) for i in {*moving, *asked}}
         given = [own.get(i, x) for i, x in enumerate(xs)]
         ts = [t for _, t in pairs if t is not None]
-        by = _by_rule if moving and hasattr(h, "rule") else _by_transposing
+        by = _push_by_rule if moving and hasattr(h, "rule") else _push_by_transposing
         ys, found = by(h, given, moving, ts)
         varying = [y for y in ys if y is not None and y.requires_grad]
         # A tangent may lead outside by other ways than the arguments: a backward may capture.
         tangents = [t for t in found if t is not None and t.requires_grad]
         both = [*varying, *tangents]
-        free = {*map(id, inward(both, run) if level.outer_grad else both)}
+        free = {*map(id, select_enclosed(both, run) if level.outer_grad else both)}
         pushed = iter(found)
         out, constant = [], []
         for y in ys:
@@ -299,43 +324,45 @@ def _pushed(
             tangent = next(pushed) if moving and varies else None
             y = graph_free(y) if id(y) in free else y
             tangent = graph_free(tangent) if id(tangent) in free else tangent
-            out.append(wrap(y, level) if tangent is None else make_dual(y, tangent, level))
+            out.append(wrap_dual(y, level) if tangent is None else make_dual(y, tangent, level))
             if not varies:
                 constant.append(out[-1])
         return tuple(out), constant
 
 
-def _by_rule(h: Any, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
+def _push_by_rule(h: Any, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
     """Return the results, and the tangents of those that vary, by the rule of ``h``."""
     counts: list[int] = []
     both = h.rule(moving, counts)(*args, *ts)
     ys, tangents = both[: counts[0]], iter(both[counts[0] :])
-    pairs = [(y, next(tangents) if _moves(y) else None) for y in ys]
+    pairs = [(y, next(tangents) if _can_have_tangent(y) else None) for y in ys]
     return ys, [t for y, t in pairs if y.requires_grad]
 
 
-def _by_transposing(h: Function, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
+def _push_by_transposing(
+    h: Function, args: list, moving: list[int], ts: list
+) -> tuple[Sequence, list]:
     """Return the results, and the tangents of those that vary, by transposing the pull-back."""
     ys = h(*args)
     live = [y for y in ys if y is not None and y.requires_grad] if moving else []
-    us = [leaf(torch.zeros_like(y)) for y in live]
-    return ys, _transposed(live, us, [args[i] for i in moving], ts)
+    us = [make_leaf(torch.zeros_like(y)) for y in live]
+    return ys, _transpose_pullback(live, us, [args[i] for i in moving], ts)
 
 
-def _transposed(ys: list, us: list, xs: list, ts: list) -> list:
+def _transpose_pullback(ys: list, us: list, xs: list, ts: list) -> list:
     """Return J t for outputs ``ys`` of variables ``xs``, with None for zeros.
 
     ``us`` are variables like the outputs, ``ts`` the tangents of ``xs``.
     """
     if not ys:
         return []
-    pulled = _pulled_apart(ys, us, xs)
+    pulled = _pull_back_by_kind(ys, us, xs)
     _refuse_unrecorded(pulled, ys, xs)
     live = [(p, t) for p, t in zip(pulled, ts, strict=True) if p is not None]
-    return reaching(tuple(p for p, _ in live), tuple(t for _, t in live), us)
+    return pull_back(tuple(p for p, _ in live), tuple(t for _, t in live), us)
 
 
-def _pulled_apart(ys: list, us: list, xs: list) -> list:
+def _pull_back_by_kind(ys: list, us: list, xs: list) -> list:
     """Pull the cotangents ``us`` back, real outputs and complex ones in separate passes.
 
     Torch's backward of a decomposition adds a real cotangent to a complex one, and the derivative
@@ -344,7 +371,7 @@ def _pulled_apart(ys: list, us: list, xs: list) -> list:
     found: list = [None] * len(xs)
     for kind in {y.is_complex() for y in ys}:
         mine = [(y, u) for y, u in zip(ys, us, strict=True) if y.is_complex() is kind]
-        pulled = reaching(*map(tuple, zip(*mine, strict=True)), xs)
+        pulled = pull_back(*map(tuple, zip(*mine, strict=True)), xs)
         pairs = zip(found, pulled, strict=True)
         found = [a if b is None else b if a is None else a + b for a, b in pairs]
     return found
@@ -356,8 +383,8 @@ def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
     if not hidden:
         return
     some = tuple(torch.ones_like(y).flatten().cumsum(0).view_as(y) for y in ys)
-    found = reaching(tuple(ys), some, hidden, create_graph=False)
-    if any(g is not None and _is_something(g) for g in found):
+    found = pull_back(tuple(ys), some, hidden, create_graph=False)
+    if any(g is not None and _is_nonzero(g) for g in found):
         raise RuntimeError(
             "jvp: the backward of a custom Function or operator computes what autograd does not "
             "record: on detached tensors, in numpy or in an extension.\n"
@@ -366,9 +393,9 @@ def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
         )
 
 
-def _is_something(t: torch.Tensor) -> bool:
+def _is_nonzero(t: torch.Tensor) -> bool:
     """True if any entry of any example is not zero, or for a tracer's tensor, which has none."""
-    if is_traced(innermost(t)):
+    if is_compiler_tensor(unwrap_all(t)):
         return True
     with no_dispatch(), functions_off():
-        return bool(innermost(t).any())
+        return bool(unwrap_all(t).any())

@@ -13,12 +13,12 @@ import torch
 
 from forall._autodiff.decompositions.backwards import BACKWARD
 from forall._autodiff.decompositions.table import FORWARD
-from forall._compat.dispatch_state import dispatch_modes, in_backward
+from forall._compat.dispatch_state import count_dispatch_modes, is_in_backward
 from forall._compat.private_api import DispatchMode, pop_mode, push_mode
-from forall._compat.storage import has_memory, is_alone
+from forall._compat.storage import has_memory, is_sole_owner
 from forall._compat.versions import WRONG_FORMULAS
-from forall._compat.wrapper_tensor import Wrapper, has_history, innermost
-from forall._core.levels import moves
+from forall._compat.wrapper_tensor import Wrapper, has_history, unwrap_all
+from forall._core.levels import has_any_tangent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,34 +96,34 @@ _IN_PLACE = frozenset(
 # memory, and for how many arguments. Other arguments must have no tangent.
 FILLED = {aten.mse_loss_backward.default: 3, aten.binary_cross_entropy.default: 2}
 # All operators whose formula has to be checked before it is used.
-ODD = _WRONG | _ONCE | _FORWARD | frozenset(FORWARD) | frozenset(BACKWARD)
+SUSPECT_OPS = _WRONG | _ONCE | _FORWARD | frozenset(FORWARD) | frozenset(BACKWARD)
 
 
-def is_trusted(func: Any, values: Iterable[Any]) -> bool:
+def has_valid_formula(func: Any, values: Iterable[Any]) -> bool:
     """True if torch's formula is correct for these values, which are one level down."""
     if func in _FORWARD:
         return not any(isinstance(v, torch.Tensor) and has_history(v) for v in values)
-    return func in _ONCE and not any(map(_is_at_stake, values))
+    return func in _ONCE and not any(map(_is_differentiated, values))
 
 
-def _is_at_stake(a: Any) -> bool:
+def _is_differentiated(a: Any) -> bool:
     """True if an outer level differentiates this value."""
     if not isinstance(a, torch.Tensor):
         return False
     inner = a
     while isinstance(inner, Wrapper) and not inner.requires_grad:
         inner = inner.value
-    return inner.requires_grad or moves(a)
+    return inner.requires_grad or has_any_tangent(a)
 
 
-class _Nothing(DispatchMode):
+class _PassThroughMode(DispatchMode):
     """A mode that does nothing. Torch's formulas do not write in place while any mode is on."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-_NOTHING = _Nothing()
+_PASS_THROUGH = _PassThroughMode()
 
 
 # Writes by torch's backwards of norms into values that they have just computed. The tangent may be
@@ -134,17 +134,17 @@ _FILLS = {
 }
 
 
-def made_anew(func: Any, value: Any) -> Any:
+def find_functional_fill(func: Any, value: Any) -> Any:
     """Return the functional form of a formula's write into its own new value, or else None."""
     fill = _FILLS.get(func)
-    if fill is None or not in_backward() or value._is_view():
+    if fill is None or not is_in_backward() or value._is_view():
         return None
-    inner = innermost(value)
+    inner = unwrap_all(value)
     # The value has no alias, so it can be replaced by another tensor unnoticed.
-    return fill if has_history(value) and has_memory(inner) and is_alone(inner) else None
+    return fill if has_history(value) and has_memory(inner) and is_sole_owner(inner) else None
 
 
-class out_of_place:
+class prevent_overwrites:
     """Keep a formula from overwriting values that autograd may have saved.
 
     It is not needed for wrappers, which are of a subclass, nor while a mode of the user's is on.
@@ -155,13 +155,13 @@ class out_of_place:
     def __init__(self, func: Any, values: list) -> None:
         self.on = (
             func in _IN_PLACE
-            and not dispatch_modes()
+            and not count_dispatch_modes()
             and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
         )
 
     def __enter__(self) -> None:
         if self.on:
-            push_mode(_NOTHING)
+            push_mode(_PASS_THROUGH)
 
     def __exit__(self, *_: object) -> None:
         if self.on:

@@ -14,55 +14,59 @@ from typing import Any
 import torch
 
 from forall._autodiff.dual_tensor import (
-    Dual,
     DualLevel,
-    Keep,
-    Share,
-    unpack,
-    wrap,
+    DualTensor,
+    KeepPrimal,
+    LiftToDual,
+    unpack_dual,
+    wrap_dual,
 )
-from forall._autodiff.jvp_by_double_vjp import handed_on, transposed, without_formula
+from forall._autodiff.jvp_by_double_vjp import (
+    push_by_transposing,
+    push_through_levels,
+    push_without_formula,
+)
 from forall._autodiff.jvp_fixes import (
     FILLED,
-    ODD,
-    is_trusted,
-    made_anew,
-    out_of_place,
+    SUSPECT_OPS,
+    find_functional_fill,
+    has_valid_formula,
+    prevent_overwrites,
 )
-from forall._autodiff.product_jvp import PRODUCTS, of_one_factor
+from forall._autodiff.product_jvp import PRODUCTS, push_product
 from forall._compat import pytree
 from forall._compat.dispatch_state import (
     ACCUMULATION,
     AUTOGRAD,
-    accumulating_on,
-    apply_function,
-    autograd_below,
+    apply_own_function,
+    enable_autograd_below,
     functions_off,
+    get_accumulating_leaf,
     is_excluded,
     is_forward_enabled,
 )
-from forall._compat.jagged_layout import Jagged, with_held_rows
-from forall._compat.lazy_bits import moving
-from forall._compat.op_schema import facts, functional_of, written_by
+from forall._compat.jagged_layout import Jagged, replace_raw_rows
+from forall._compat.lazy_bits import materialize_tangent
+from forall._compat.op_schema import find_functional, find_written_tensors, get_facts
 from forall._compat.private_api import DispatchMode
-from forall._compat.symbolic_zeros import LINEAR, plain_zeros, simpler
-from forall._compat.tensor_subclass import has_posed_class, posing, taken_out
+from forall._compat.symbolic_zeros import LINEAR, make_plain_zeros, simplify_linear
+from forall._compat.tensor_subclass import has_posed_class, posing, run_on_wrappers
 from forall._core import nested_tensor
-from forall._core.errors import collective, columns, short
-from forall._core.escaped_values import left_over
-from forall._core.host_reads import numbers_told
+from forall._core.errors import collective_error, format_columns, format_short
+from forall._core.escaped_values import replace_escaped_args
+from forall._core.host_reads import notify_host_read
 from forall._core.levels import (
     Level,
-    entered,
+    activate_level,
+    alias_for_autograd,
     graph_free,
     level_of,
     levels_in,
     lift,
-    outside,
-    second_name,
+    run_outside,
 )
-from forall._core.sparse_operands import constant, is_sparse
-from forall._random.key_scope import taken_back
+from forall._core.sparse_operands import alias_constant, is_sparse
+from forall._random.key_scope import make_count_reset
 
 aten = torch.ops.aten
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default  # by its schema a view, but of a new constant
@@ -88,10 +92,10 @@ class JvpLevel(DualLevel, DispatchMode):
         # Arguments from outside, by identity, and the values of this level that replace those that
         # were used: a value with a tangent may be written into an argument.
         self.beside: dict[int, torch.Tensor] = {}
-        self.stand_ins: dict[int, Dual] = {}
+        self.stand_ins: dict[int, DualTensor] = {}
 
     def __enter__(self):
-        self.place = entered(self)
+        self.place = activate_level(self)
         self.place.__enter__()
         return DispatchMode.__enter__(self)
 
@@ -104,90 +108,92 @@ class JvpLevel(DualLevel, DispatchMode):
             while self.left_on:  # by a backward pass inside
                 leaf = self.left_on.pop()
                 with functions_off():
-                    leaf.grad = unpack(leaf.grad, self)[0]
+                    leaf.grad = unpack_dual(leaf.grad, self)[0]
 
-    peels = True
+    records_on_value = True
 
-    def moves(self, tensor: Any) -> bool:
-        return self._unpacked(tensor)[1] is not None
+    def carries_tangent(self, tensor: Any) -> bool:
+        return self._unpack(tensor)[1] is not None
 
-    def by_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
+    def call_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
         """Call a numpy function on the primals, one level further out, if nothing has a tangent."""
         flat, spec = pytree.flatten((args, kwargs))
-        own = [type(a) is Dual and a.level is self for a in flat]
-        if any(mine and self.moves(a) for a, mine in zip(flat, own, strict=True)):
-            return super().by_numpy(func, args, kwargs)
-        numbers_told()
+        own = [type(a) is DualTensor and a.level is self for a in flat]
+        if any(mine and self.carries_tangent(a) for a, mine in zip(flat, own, strict=True)):
+            return super().call_numpy(func, args, kwargs)
+        notify_host_read()
         for a, mine in zip(flat, own, strict=True):
             if mine:
                 a.refuse_history("numpy")
-        with outside(self), functions_off():
+        with run_outside(self), functions_off():
             pairs = zip(flat, own, strict=True)
-            given = [graph_free(self.afterwards(a)) if mine else a for a, mine in pairs]
+            given = [graph_free(self.fallback_value(a)) if mine else a for a, mine in pairs]
             args, kwargs = pytree.unflatten(given, spec)
             return func(*args, **kwargs)
 
-    def afterwards(self, tensor: Dual) -> torch.Tensor:
+    def fallback_value(self, tensor: DualTensor) -> torch.Tensor:
         """Return the primal: tangents end with their level."""
-        return self._unpacked(tensor)[0]
+        return self._unpack(tensor)[0]
 
-    def kept(self, tensor: Dual) -> torch.Tensor:
+    def fallback_with_history(self, tensor: DualTensor) -> torch.Tensor:
         """Return the primal with its autograd history.
 
         The history of a captured tensor is on both the value and the wrapper, and must count once.
         That of a variable which the function has made is on the wrapper alone.
         """
-        primal = self.afterwards(tensor)
+        primal = self.fallback_value(tensor)
         if primal.requires_grad or not tensor.requires_grad:
             return primal
-        return apply_function(Keep, tensor, primal)
+        return apply_own_function(KeepPrimal, tensor, primal)
 
-    def _unpacked(self, tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _unpack(self, tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the primal and the tangent, even while a handler has autograd switched off."""
-        with autograd_below(grad=torch.is_grad_enabled(), forward=True):
-            return unpack(tensor, self)
+        with enable_autograd_below(grad=torch.is_grad_enabled(), forward=True):
+            return unpack_dual(tensor, self)
 
-    def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        args, kwargs = left_over(args, kwargs)
-        with autograd_below(torch.is_grad_enabled(), is_forward_enabled()):  # as in the user's code
+    def run_after_exit(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        args, kwargs = replace_escaped_args(args, kwargs)
+        with enable_autograd_below(
+            torch.is_grad_enabled(), is_forward_enabled()
+        ):  # as in the user's code
             return func(*args, **kwargs)
 
-    def push(self, h: Any, args: tuple) -> tuple:
-        return handed_on(h, args, self)
+    def apply_further_out(self, h: Any, args: tuple) -> tuple:
+        return push_through_levels(h, args, self)
 
-    def under(self, tensors: list, f: Any) -> Dual:
+    def apply_to_inner(self, tensors: list, f: Any) -> DualTensor:
         grad = torch.is_grad_enabled()
-        with outside(self), autograd_below(grad=grad and self.outer_grad, forward=grad):
-            return wrap(f(*map(self._below, tensors)), self)
+        with run_outside(self), enable_autograd_below(grad=grad and self.outer_grad, forward=grad):
+            return wrap_dual(f(*map(self._lower, tensors)), self)
 
-    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+    def lift_one_level(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
-            return apply_function(Share, tensor, self)
-        return wrap(self.within(tensor), self)
+            return apply_own_function(LiftToDual, tensor, self)
+        return wrap_dual(self.lower_tensor(tensor), self)
 
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Share captured arguments; one that was written into has a history at this level."""
-        args, kwargs = pytree.map_tensors(self._shared_if_written, (args, kwargs))
+        args, kwargs = pytree.map_tensors(self._share_if_written, (args, kwargs))
         return super().share_captured(args, kwargs)
 
-    def _shared_if_written(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _share_if_written(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.stand_ins or not tensor.requires_grad:  # at first none does
             return tensor
         with functions_off():
-            shared: Any = self.share(tensor)
+            shared: Any = self.lift_one_level(tensor)
         shared.is_of_outside = True  # writes by a view of it would not reach the tensor itself
         return shared
 
-    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+    def lower_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor from outside as it is one level down, an argument with its tangent."""
-        found = self.stand_in(tensor)
+        found = self.replace_outer_arg(tensor)
         return tensor if found is tensor else found.value
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if Jagged in types:
-            return self._of_jagged(func, args, kwargs or {})
+            return self._run_jagged(func, args, kwargs or {})
         if posing.used and has_posed_class(types):
-            return taken_out(self, func, args, kwargs or {})
+            return run_on_wrappers(self, func, args, kwargs or {})
         for level in levels_in(args, kwargs or {}):
             if level is not self and not level.is_outside(self):
                 return NotImplemented
@@ -195,34 +201,34 @@ class JvpLevel(DualLevel, DispatchMode):
             return func(*args)  # numpy reads the memory of this tensor
         try:
             if self.beside:
-                return self._run_beside(func, args, kwargs or {})
+                return self._run_on_outer_args(func, args, kwargs or {})
             return self.run(func, args, kwargs or {})
         except Exception as error:
             self.raise_told(error, func, args, kwargs or {})
             raise
 
-    def _of_jagged(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _run_jagged(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operator on nested tensors.
 
         One from outside has its history on itself, not on its rows. The history of its tangents is
         further out, so the rows are read there, with the history that autograd gives them.
         """
-        found = nested_tensor.answer(func, args)
+        found = nested_tensor.run_on_nested(func, args)
         if found is not NotImplemented or not self.outer_grad or not any(map(_is_value, args)):
             return found
-        known = pytree.map_tensors(self._with_known_rows, (args, kwargs))
-        if all(map(operator.is_, pytree.leaves(known), pytree.leaves((args, kwargs)))):
+        known = pytree.map_tensors(self._attach_rows, (args, kwargs))
+        if all(map(operator.is_, pytree.get_leaves(known), pytree.get_leaves((args, kwargs)))):
             return found
         return func(*known[0], **known[1])
 
-    def _with_known_rows(self, a: torch.Tensor) -> torch.Tensor:
+    def _attach_rows(self, a: torch.Tensor) -> torch.Tensor:
         if type(a) is not Jagged or not a.requires_grad or _is_value(a):
             return a
-        with outside(self), autograd_below(grad=True, forward=True):
+        with run_outside(self), enable_autograd_below(grad=True, forward=True):
             rows = a.values()
-        return with_held_rows(a, wrap(rows, self))
+        return replace_raw_rows(a, wrap_dual(rows, self))
 
-    def stand_in(self, a: Any) -> Any:
+    def replace_outer_arg(self, a: Any) -> Any:
         """Return the value of this level for an argument from outside; anything else as it is."""
         if id(a) not in self.beside:
             return a
@@ -231,98 +237,106 @@ class JvpLevel(DualLevel, DispatchMode):
             if a.requires_grad:  # it is shared with its history, above autograd
                 return a
             with functions_off():
-                found = self.stand_ins[id(a)] = wrap(lift(a, self.born_in), self)
+                found = self.stand_ins[id(a)] = wrap_dual(lift(a, self.born_in), self)
         return found
 
-    def _run_beside(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _run_on_outer_args(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operator with arguments from outside replaced by values of this level.
 
         One that writes into an argument returns the argument itself.
         """
-        if not facts(func).mutates:
-            return self.run(func, *pytree.map_tensors(self.stand_in, (args, kwargs)))
+        if not get_facts(func).mutates:
+            return self.run(func, *pytree.map_tensors(self.replace_outer_arg, (args, kwargs)))
         self.shares = True
-        out = self.run(func, *pytree.map_tensors(self.stand_in, (args, kwargs)))
+        out = self.run(func, *pytree.map_tensors(self.replace_outer_arg, (args, kwargs)))
         own = {id(d): self.beside[n] for n, d in self.stand_ins.items()}
         return pytree.map_tensors(lambda t: own.get(id(t), t), out)
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run one operator on primals and tangents together, in torch's forward mode."""
-        fact = facts(func)
+        fact = get_facts(func)
         if fact.is_collective:
-            raise collective("jvp", func)
+            raise collective_error("jvp", func)
         if func is _DETACH and not is_excluded(AUTOGRAD):
-            return second_name(args[0])
-        leaf = accumulating_on() if func in ACCUMULATION else None
+            return alias_for_autograd(args[0])
+        leaf = get_accumulating_leaf() if func in ACCUMULATION else None
         if leaf is not None:
-            if not any(type(a) is Dual and a.level is self for a in args):
+            if not any(type(a) is DualTensor and a.level is self for a in args):
                 return func(*args, **kwargs)  # the gradient of a tensor from outside
             if func is _DETACH and not self.active:
-                return self.afterwards(args[0])
+                return self.fallback_value(args[0])
             self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
-            return plain_zeros(*args, **kwargs)
+            return make_plain_zeros(*args, **kwargs)
         if func in LINEAR:
             with functions_off():
-                known = simpler(func, args, kwargs)
+                known = simplify_linear(func, args, kwargs)
                 if isinstance(known, torch.Tensor):
-                    return wrap(known, self)
+                    return wrap_dual(known, self)
             func, args, kwargs = known or (func, args, kwargs)
         if func in _ALIASES:
-            if is_sparse(args[0]) and type(args[0]) is not Dual:
-                return constant(args[0])
+            if is_sparse(args[0]) and type(args[0]) is not DualTensor:
+                return alias_constant(args[0])
             func, args = aten.alias.default, args[:1]
-        if func is _FILL and self.moves(args[1]) and not (self.moves(args[0]) or args[1].dim()):
+        if (
+            func is _FILL
+            and self.carries_tangent(args[1])
+            and not (self.carries_tangent(args[0]) or args[1].dim())
+        ):
             # Torch would fill a plain tensor of zeros with the tangent, which may be a tape.
-            func, fact = aten.copy_.default, facts(aten.copy_.default)
+            func, fact = aten.copy_.default, get_facts(aten.copy_.default)
         grad = torch.is_grad_enabled()
         if fact.mutates:
             self._check_writes(func, args, kwargs)
-            functional = functional_of(func)
-            if functional is not None and (fact.out_names or functional in ODD):
-                return self._out(functional, fact, args, kwargs)
-        if (func in ODD or fact.foreign) and grad and self._lacks_formula(func, args, kwargs):
-            return without_formula(func, args, kwargs, self)
+            functional = find_functional(func)
+            if functional is not None and (fact.out_names or functional in SUSPECT_OPS):
+                return self._run_then_copy(functional, fact, args, kwargs)
+        if (
+            (func in SUSPECT_OPS or fact.foreign)
+            and grad
+            and self._lacks_formula(func, args, kwargs)
+        ):
+            return push_without_formula(func, args, kwargs, self)
         if func in PRODUCTS and grad:
             with functions_off():
-                value = of_one_factor(self, func, args, kwargs)
+                value = push_product(self, func, args, kwargs)
                 if value is not None:
-                    return wrap(value, self)
-        return self._by_formula(func, fact, args, kwargs)
+                    return wrap_dual(value, self)
+        return self._run_formula(func, fact, args, kwargs)
 
-    def _by_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
+    def _run_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
         """Run one operator in torch's forward mode, or by its backward if it has no formula."""
         grad = torch.is_grad_enabled()
         with (
             functions_off(),
-            autograd_below(grad=grad and self.outer_grad, forward=grad),
+            enable_autograd_below(grad=grad and self.outer_grad, forward=grad),
         ):
-            draws = taken_back() if fact.seeded else None
+            draws = make_count_reset() if fact.seeded else None
             try:
-                values = [self._below(a) for a in args]
-                if func in FILLED and any(map(self.moves, args)):
-                    values[: FILLED[func]] = map(moving, values[: FILLED[func]])
+                values = [self._lower(a) for a in args]
+                if func in FILLED and any(map(self.carries_tangent, args)):
+                    values[: FILLED[func]] = map(materialize_tangent, values[: FILLED[func]])
                 if fact.mutates and self.tapes is not None:
-                    self.tapes.keep(written_by(func, args, kwargs))
-                mine = fact.mutates and type(args[0]) is Dual and args[0].level is self
-                anew = made_anew(func, values[0]) if mine else None
-                with out_of_place(func, values):
-                    out = (anew or func)(*values, **{k: self._below(a) for k, a in kwargs.items()})
+                    self.tapes.copy_constants(find_written_tensors(func, args, kwargs))
+                mine = fact.mutates and type(args[0]) is DualTensor and args[0].level is self
+                anew = find_functional_fill(func, values[0]) if mine else None
+                with prevent_overwrites(func, values):
+                    out = (anew or func)(*values, **{k: self._lower(a) for k, a in kwargs.items()})
                 if anew is not None:
                     args[0].value = out
             except NotImplementedError as error:
                 if func is nested_tensor.OF_COMPONENTS:
-                    raise nested_tensor.has_no_tangent() from error
+                    raise nested_tensor.no_tangent_error() from error
                 if not grad or fact.mutates:
                     raise
                 if draws is not None:
                     draws()
-                return transposed(func, args, kwargs, self)
+                return push_by_transposing(func, args, kwargs, self)
             if fact.mutates:
-                return self._written(func, args, kwargs, out)
-            if is_sparse(out) and not any(map(self._is_at_stake, args)):
-                return constant(out)  # a sparse tensor, which no wrapper can represent
-            made = self._above(out)
+                return self._return_targets(func, args, kwargs, out)
+            if is_sparse(out) and not any(map(self._has_derivative, args)):
+                return alias_constant(out)  # a sparse tensor, which no wrapper can represent
+            made = self._wrap_results(out)
             if fact.view and func is not _LIFT_FRESH and self._is_outside(args[0]):
                 for view in made if isinstance(made, (list, tuple)) else (made,):
                     view.is_of_outside = True
@@ -330,19 +344,21 @@ class JvpLevel(DualLevel, DispatchMode):
 
     def _is_outside(self, a: Any) -> bool:
         """True if the memory belongs to a tensor from outside that no value replaces."""
-        if type(a) is Dual and a.level is self:
+        if type(a) is DualTensor and a.level is self:
             return getattr(a, "is_of_outside", False)
         return isinstance(a, torch.Tensor)
 
-    def _is_at_stake(self, a: Any) -> bool:
-        return type(a) is Dual and (a.requires_grad or self.moves(a))
+    def _has_derivative(self, a: Any) -> bool:
+        return type(a) is DualTensor and (a.requires_grad or self.carries_tangent(a))
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
         """True if an argument has a tangent and torch's formula is not correct for it."""
-        given = pytree.leaves((args, kwargs))  # arguments may be lists of tensors
-        return any(map(self.moves, given)) and not is_trusted(func, map(self._below, given))
+        given = pytree.get_leaves((args, kwargs))  # arguments may be lists of tensors
+        return any(map(self.carries_tangent, given)) and not has_valid_formula(
+            func, map(self._lower, given)
+        )
 
-    def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
+    def _run_then_copy(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
         """Run the functional form, then copy into the targets.
 
         Forward mode has no ``out=`` forms, and wrong in-place forms for some operators.
@@ -356,41 +372,43 @@ class JvpLevel(DualLevel, DispatchMode):
             self.run(aten.copy_.default, (target, result), {})
         return targets[0] if len(targets) == 1 else tuple(targets)
 
-    def _below(self, a: Any) -> Any:
-        if type(a) is Dual:
+    def _lower(self, a: Any) -> Any:
+        if type(a) is DualTensor:
             return a.value if a.level is self else a
         if isinstance(a, (list, tuple)):
-            return [self._below(b) for b in a]
+            return [self._lower(b) for b in a]
         return a
 
-    def _above(self, out: Any) -> Any:
+    def _wrap_results(self, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
-            return wrap(out, self)
+            return wrap_dual(out, self)
         if isinstance(out, (list, tuple)):
-            return type(out)(self._above(o) for o in out)
+            return type(out)(self._wrap_results(o) for o in out)
         return out
 
     def _check_writes(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Raise if a value with a tangent is written into a tensor from outside."""
         # Running statistics have no derivative.
-        aside = {id(args[i]) for i in facts(func).statistics}
-        targets = [t for t in written_by(func, args, kwargs) if id(t) not in aside]
+        aside = {id(args[i]) for i in get_facts(func).statistics}
+        targets = [t for t in find_written_tensors(func, args, kwargs) if id(t) not in aside]
         foreign = [t for t in targets if self._is_outside(t)]
-        if foreign and any(self.moves(a) for a in (*args, *kwargs.values())):
+        if foreign and any(self.carries_tangent(a) for a in (*args, *kwargs.values())):
             raise RuntimeError(
                 f"jvp: {func} writes a value that has a tangent into a tensor from outside.\n"
-                f"{columns([('written to', short(foreign[0]), 'from before the call')])}\n"
+                f"{format_columns([('written to', format_short(foreign[0]), 'from before the call')])}\n"
                 "Clone it inside the function (.clone()), or pass it as a primal."
             )
 
-    def _written(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
+    def _return_targets(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """Return the results of an in-place write, the very tensors that were given to it."""
-        known = {id(self._below(t)): t for t in written_by(func, args, kwargs)}
+        known = {id(self._lower(t)): t for t in find_written_tensors(func, args, kwargs)}
         for target in known.values():
-            if isinstance(target, Dual):
+            if isinstance(target, DualTensor):
                 target.look_like_value()
-                if facts(func).into_lists:  # torch counts versions of the values, in inner kernels
+                if get_facts(
+                    func
+                ).into_lists:  # torch counts versions of the values, in inner kernels
                     torch.autograd.graph.increment_version(target)
         if isinstance(out, (list, tuple)):
-            return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
-        return known[id(out)] if id(out) in known else self._above(out)
+            return type(out)(known[id(o)] if id(o) in known else self._wrap_results(o) for o in out)
+        return known[id(out)] if id(out) in known else self._wrap_results(out)

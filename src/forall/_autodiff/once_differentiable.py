@@ -11,35 +11,35 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction, once_differentiable
 
-from forall._compat.dispatch_state import apply_function, functions_off
-from forall._core.levels import deepest, graph_free, lift
+from forall._compat.dispatch_state import apply_own_function, functions_off
+from forall._core.levels import find_innermost_of, graph_free, lift
 
 # Torch's own function whose gradients are computed with the value, and so have no history.
-_ON_THE_WAY = "GeneratedBackwardFor_torch_nn__linear_cross_entropy"
+_CHUNKED_LOSS = "GeneratedBackwardFor_torch_nn__linear_cross_entropy"
 _CODE = once_differentiable(lambda: None).__code__  # the code of every function so marked
 
 
-def is_once(function: type) -> bool:
+def is_once_differentiable(function: type) -> bool:
     """True if this Function has a backward that cannot be differentiated."""
     marked = getattr(getattr(function, "backward", None), "__code__", None) is _CODE
-    return marked or function.__name__.startswith(_ON_THE_WAY)
+    return marked or function.__name__.startswith(_CHUNKED_LOSS)
 
 
-def is_once_node(node: Any) -> bool:
-    return isinstance(node, BackwardCFunction) and is_once(node._forward_cls)  # pyright: ignore[reportAttributeAccessIssue]
+def is_once_differentiable_node(node: Any) -> bool:
+    return isinstance(node, BackwardCFunction) and is_once_differentiable(node._forward_cls)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def remember(args: tuple, out: Any) -> None:
+def link_inputs(args: tuple, out: Any) -> None:
     """Link the node of ``out`` to the graphs of ``args``, without keeping their numbers alive."""
     with functions_off():
         given = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
         outs = out if isinstance(out, tuple) else (out,)
         node = next((o.grad_fn for o in outs if isinstance(o, torch.Tensor) and o.grad_fn), None)
-        if given and is_once_node(node):
-            node.came_from = apply_function(_Way, *given)  # pyright: ignore[reportOptionalMemberAccess]
+        if given and is_once_differentiable_node(node):
+            node.came_from = apply_own_function(_InputLink, *given)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-class Refusing:
+class OnceDifferentiableHook:
     """A hook on such a node that connects its gradients to an error node with inputs.
 
     The inputs are all tensors that the gradients were computed from.
@@ -56,14 +56,16 @@ class Refusing:
         ways = [c for c in cotangents if c is not None]
         if (way := getattr(self.node, "came_from", None)) is not None:
             ways.append(way)
-        level = deepest(tuple(ways))  # the gradients' level, even if numpy has computed them
+        level = find_innermost_of(
+            tuple(ways)
+        )  # the gradients' level, even if numpy has computed them
         numbers = [lift(graph_free(t), level) for t in found if t is not None]
-        new = iter(apply_function(_Refused, self.node.name(), len(numbers), *numbers, *ways))
+        new = iter(apply_own_function(_ErrorNode, self.node.name(), len(numbers), *numbers, *ways))
         return tuple(None if t is None else next(new) for t in found)
 
 
-def _refuse(name: str) -> Any:
-    if name.startswith(_ON_THE_WAY):
+def _raise_error(name: str) -> Any:
+    if name.startswith(_CHUNKED_LOSS):
         raise RuntimeError(
             "linear_cross_entropy(.., options=..): trying to differentiate twice a loss whose "
             "gradients are found with its value, in chunks.\n"
@@ -78,7 +80,7 @@ def _refuse(name: str) -> Any:
     )
 
 
-class _Way(torch.autograd.Function):
+class _InputLink(torch.autograd.Function):
     """A node with an empty result, whose graph leads to each argument."""
 
     @staticmethod
@@ -87,10 +89,10 @@ class _Way(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return _refuse("backward")
+        return _raise_error("backward")
 
 
-class _Refused(torch.autograd.Function):
+class _ErrorNode(torch.autograd.Function):
     """A node that returns the gradients and whose backward raises."""
 
     @staticmethod
@@ -100,4 +102,4 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        return _refuse(ctx.name)
+        return _raise_error(ctx.name)

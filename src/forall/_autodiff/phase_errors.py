@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from forall._compat.dispatch_state import dispatch_modes, functions_off
+from forall._compat.dispatch_state import count_dispatch_modes, functions_off
 from forall._compat.op_schema import met
 from forall._compat.wrapper_tensor import Wrapper
 
@@ -36,7 +36,7 @@ PHASES = {
 }
 
 
-class Asking:
+class PhaseCheckHook:
     """A pre-hook on a node of `PHASES` that makes the check."""
 
     __slots__ = ("node",)
@@ -46,7 +46,11 @@ class Asking:
 
     def __call__(self, cotangents: tuple) -> None:
         g = cotangents[1]
-        if g is None or not g.is_complex() or not (dispatch_modes() or isinstance(g, Wrapper)):
+        if (
+            g is None
+            or not g.is_complex()
+            or not (count_dispatch_modes() or isinstance(g, Wrapper))
+        ):
             return  # torch checks plain tensors itself
         with torch.no_grad(), functions_off():
             phases = (self.node._saved_eigenvectors.conj() * g).sum(-2).imag

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from forall._autodiff.dual_tensor import DualLevel
-from forall._compat.dispatch_state import autograd_below, in_backward, users_tangents
+from forall._compat.dispatch_state import enable_autograd_below, has_users_tangents, is_in_backward
 from forall._compat.lazy_bits import attach_tangent
 from forall._compat.private_api import split_tangent
 
@@ -28,7 +28,7 @@ _FACTORS = {
     aten._grouped_mm.default: (0, 1),
 }
 # Operators that have no forward formula in torch.
-_OWN = frozenset({aten._grouped_mm.default})
+_WITHOUT_FORMULA = frozenset({aten._grouped_mm.default})
 _UNBIASED = {
     aten.addmm.default: aten.mm.default,
     aten.addmv.default: aten.mv.default,
@@ -37,20 +37,20 @@ _UNBIASED = {
 PRODUCTS = frozenset(_FACTORS)
 
 
-def of_one_factor(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+def push_product(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return the product with its tangent, one level down, if one factor has a tangent; else None.
 
     For an operator without a formula in torch, both factors may have one.
     """
-    if users_tangents():
+    if has_users_tangents():
         return None  # a factor that is no value of the level may have a tangent of the user's
-    with autograd_below(grad=level.outer_grad, forward=True):
-        pairs = [level.halves(a) for a in args]
+    with enable_autograd_below(grad=level.outer_grad, forward=True):
+        pairs = [level.split_dual(a) for a in args]
         i, j = _FACTORS[func]
         both = pairs[i][1] is not None and pairs[j][1] is not None
-        if (pairs[i][1] is None and pairs[j][1] is None) or (both and func not in _OWN):
+        if (pairs[i][1] is None and pairs[j][1] is None) or (both and func not in _WITHOUT_FORMULA):
             return None
-        if in_backward() and any(t is None and _moves_below(p) for p, t in pairs):
+        if is_in_backward() and any(t is None and _has_hidden_tangent(p) for p, t in pairs):
             return None
         primals = [p for p, _ in pairs]
         tangents = [p if t is None else t for p, t in pairs]
@@ -73,6 +73,6 @@ def of_one_factor(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any
         return attach_tangent(primal, tangent)
 
 
-def _moves_below(primal: torch.Tensor) -> bool:
+def _has_hidden_tangent(primal: torch.Tensor) -> bool:
     """True if a tensor saved by a node carries a tangent of the level without being its value."""
     return split_tangent(primal, level=0)[1] is not None

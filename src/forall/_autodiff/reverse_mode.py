@@ -10,36 +10,36 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from forall._compat import inference_mode, pytree
-from forall._compat.autograd_graph import WRITTEN, nodes
+from forall._compat.autograd_graph import WRITTEN, iterate_nodes
 from forall._compat.dispatch_state import (
     ACCUMULATE,
     MIRRORED,
     functions_off,
+    get_users_tangent,
+    has_users_tangents,
     in_torch_func,
     is_forward_enabled,
     run_backward,
     set_forward_enabled,
     set_grad_enabled,
-    users_tangent,
-    users_tangents,
 )
 from forall._compat.private_api import SET_HOOKS, pop_functions, push_functions
 from forall._compat.tensor_subclass import (
-    bare,
-    carried,
-    is_worn,
+    can_be_posed,
+    convert_to_class,
     posing,
-    worn,
+    restore_users_class,
+    unwrap_posed,
 )
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.levels import complete, graph_free, lift, stack, top
+from forall._core.levels import complete_gradient, graph_free, lift, stack, top
 from forall._core.recompute import may_carry_tangents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class Run:
+class VariableScope:
     """A context that collects the variables made in it, which are not differentiated afterwards.
 
     A graph that leads to nothing but these variables is of no use after the context has ended.
@@ -49,7 +49,7 @@ class Run:
 
     def __enter__(self) -> Self:
         self.made: dict[int, ref[torch.Tensor]] = {}
-        self.around: Run | None = stack.run
+        self.around: VariableScope | None = stack.run
         stack.run = self
         return self
 
@@ -59,7 +59,7 @@ class Run:
         if around is not None:
             around.include(self)
 
-    def include(self, other: Run) -> None:
+    def include(self, other: VariableScope) -> None:
         """Add the variables of another run, which has ended, to those of this one."""
         self.made.update(other.made)
 
@@ -69,7 +69,7 @@ class Run:
         return known is not None and known() is leaf
 
 
-class recording(Run):
+class record_autograd(VariableScope):
     """Like `torch.enable_grad`, but hidden from function modes, and outside of inference mode.
 
     In inference mode autograd records nothing, whatever the grad mode is.
@@ -80,7 +80,7 @@ class recording(Run):
     def __enter__(self) -> Self:
         super().__enter__()
         stack.reversing += 1
-        self.left = inference_mode.left()
+        self.left = inference_mode.leave_inference_mode()
         self.was = torch.is_grad_enabled()
         if not self.was:
             self._set(True)
@@ -90,7 +90,7 @@ class recording(Run):
         stack.reversing -= 1
         if torch.is_grad_enabled() is not self.was:
             self._set(self.was)
-        inference_mode.back(self.left)
+        inference_mode.reenter_inference_mode(self.left)
         super().__exit__()
 
     def _set(self, on: bool) -> None:
@@ -98,22 +98,22 @@ class recording(Run):
             set_grad_enabled(on)
 
 
-def variable(x: torch.Tensor) -> torch.Tensor:
+def make_variable(x: torch.Tensor) -> torch.Tensor:
     """Return a fresh differentiable alias of ``x``, made at the innermost level.
 
     If it were made further out, a level in between would take it for a captured tensor, and sum its
     derivative over the examples.
     """
     with functions_off():
-        x = inference_mode.ordinary(lift(bare(x) if posing.used else x, top()))
+        x = inference_mode.copy_if_inference(lift(unwrap_posed(x) if posing.used else x, top()))
         kind = type(x)
-        keeps_class = kind is not torch.Tensor and is_worn(kind)
+        keeps_class = kind is not torch.Tensor and can_be_posed(kind)
         if x.requires_grad:
-            return worn(x.view_as(x), kind) if keeps_class else x.view_as(x)
-        return leaf(worn(_alias(x), kind) if keeps_class else _alias(x))
+            return convert_to_class(x.view_as(x), kind) if keeps_class else x.view_as(x)
+        return make_leaf(convert_to_class(_make_alias(x), kind) if keeps_class else _make_alias(x))
 
 
-def leaf(x: torch.Tensor) -> torch.Tensor:
+def make_leaf(x: torch.Tensor) -> torch.Tensor:
     """Make a tensor without history a variable of the current run, and return it."""
     x.requires_grad_()
     if stack.run is not None:
@@ -121,18 +121,18 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def shown(variables: list, given: list) -> list:
+def restore_classes(variables: list, given: list) -> list:
     """Give fresh variables the classes and attributes of the tensors that the user passed."""
     for x in given:
         if type(x) is not torch.Tensor or x.__dict__:
-            return [carried(v, x) for v, x in zip(variables, given, strict=True)]
+            return [restore_users_class(v, x) for v, x in zip(variables, given, strict=True)]
     return variables
 
 
-def _alias(x: torch.Tensor) -> torch.Tensor:
+def _make_alias(x: torch.Tensor) -> torch.Tensor:
     """Return an alias without history, but with the tangent of the user's own forward mode."""
     fresh = graph_free(x)
-    tangent = users_tangent(x)
+    tangent = get_users_tangent(x)
     if fresh is x:
         fresh = x.detach()
     elif not isinstance(x, Wrapper):
@@ -140,28 +140,28 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
     return fresh if tangent is None else forward_ad.make_dual(fresh, tangent)
 
 
-def leads_outside(tensors: Iterable[torch.Tensor], run: Run) -> bool:
+def leads_outside(tensors: Iterable[torch.Tensor], run: VariableScope) -> bool:
     """True if the graphs of ``tensors`` reach a leaf other than a variable of ``run``."""
     for t in tensors:
         if t.requires_grad and t.grad_fn is None and not run.has(t):
             return True
-    return any(_is_outside(n, run) for n in nodes(tensors))
+    return any(_is_outside(n, run) for n in iterate_nodes(tensors))
 
 
-def _is_outside(node: Any, run: Run) -> bool:
+def _is_outside(node: Any, run: VariableScope) -> bool:
     """True for a leaf of a graph that is no variable of ``run``."""
     if type(node) is ACCUMULATE:
         return not run.has(node.variable)
     return type(node) is MIRRORED
 
 
-def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
+def select_enclosed(tensors: list[torch.Tensor], run: VariableScope) -> list[torch.Tensor]:
     """Return the ones of ``tensors``, which require grad, whose graphs do not lead outside."""
     if len(tensors) == 1:
         return [] if leads_outside(tensors, run) else tensors
     before: dict[Any, list] = {}  # the nodes that lead to each node
     outside = []
-    for n in nodes(tensors):
+    for n in iterate_nodes(tensors):
         if _is_outside(n, run):
             outside.append(n)
         for following, _ in n.next_functions:
@@ -176,7 +176,7 @@ def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
     return [t for t in tensors if (run.has(t) if t.grad_fn is None else t.grad_fn not in reaching)]
 
 
-def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
+def can_skip_graph(outputs: tuple[torch.Tensor, ...], run: VariableScope) -> bool:
     """True if a backward pass need not record, as nothing outside can differentiate its results.
 
     Tangents would be lost in a pass that does not record, and a custom Function's backward may
@@ -185,7 +185,7 @@ def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
     if in_torch_func() or may_carry_tangents():
         return False
     with functions_off():
-        for n in nodes(outputs):
+        for n in iterate_nodes(outputs):
             if isinstance(n, WRITTEN):
                 if not getattr(n._forward_cls, "does_the_same", False):
                     return False
@@ -194,20 +194,20 @@ def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
         return True
 
 
-def variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def make_variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return fresh variables for floating-point and complex tensors."""
     with functions_off():
-        return [variable(x) for x in tensors]
+        return [make_variable(x) for x in tensors]
 
 
-def gradients(
+def compute_gradients(
     outputs: tuple[torch.Tensor, ...],
     cotangents: tuple[Any, ...] | None,
     inputs: list[torch.Tensor],
     *,
     retain_graph: bool = True,
     create_graph: bool = True,
-    closes: Run | None = None,
+    closes: VariableScope | None = None,
 ) -> list[torch.Tensor]:
     """Pull cotangents back to the inputs; return zeros for an input on which nothing depends.
 
@@ -215,30 +215,30 @@ def gradients(
     that run's graph.
     """
     if cotangents is None:
-        cotangents = tuple(ones(y) for y in outputs)
-    if closes is not None and create_graph and retain_graph and is_closed(outputs, closes):
+        cotangents = tuple(make_ones(y) for y in outputs)
+    if closes is not None and create_graph and retain_graph and can_skip_graph(outputs, closes):
         try:
-            with _Heard(closes):
-                found = reaching(outputs, cotangents, inputs, create_graph=False)
-        except _Lost:
-            found = reaching(outputs, cotangents, inputs)
+            with _HookCheckMode(closes):
+                found = pull_back(outputs, cotangents, inputs, create_graph=False)
+        except _HistoryUsed:
+            found = pull_back(outputs, cotangents, inputs)
     else:
         how = {"retain_graph": retain_graph, "create_graph": create_graph}
-        found = reaching(outputs, cotangents, inputs, **how)
+        found = pull_back(outputs, cotangents, inputs, **how)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
 
-class _Lost(BaseException):
+class _HistoryUsed(BaseException):
     """The signal of a pass that does not record and uses a tensor with outer autograd history."""
 
 
-class _Heard(TorchFunctionMode):
+class _HookCheckMode(TorchFunctionMode):
     """A function mode that checks what hooks use in a pass that does not record.
 
     The graph does not contain the tensors that a hook captures.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: VariableScope) -> None:
         self.run = run
 
     def __enter__(self) -> None:
@@ -250,9 +250,11 @@ class _Heard(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if not torch.is_grad_enabled() and func not in _NO_HISTORY:
             with functions_off():
-                given = [t for t in pytree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+                given = [
+                    t for t in pytree.get_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+                ]
                 if leads_outside([t for t in given if t.requires_grad], self.run):
-                    raise _Lost
+                    raise _HistoryUsed
         return func(*args, **(kwargs or {}))
 
 
@@ -265,15 +267,15 @@ _NO_HISTORY = frozenset(
 ) | {torch.Tensor.detach, torch.Tensor.size, torch.Tensor.dim, SET_HOOKS}
 
 
-def ones(y: torch.Tensor) -> torch.Tensor:
+def make_ones(y: torch.Tensor) -> torch.Tensor:
     """Return ``ones_like(y)``, by the shortest way: it depends on y's metadata alone."""
     if isinstance(y, Wrapper) and y.level is top():
         with functions_off():
-            return y.level.under([y], torch.ones_like)
+            return y.level.apply_to_inner([y], torch.ones_like)
     return torch.ones_like(y)
 
 
-def reaching(
+def pull_back(
     outputs: tuple[torch.Tensor, ...],
     cotangents: tuple[Any, ...],
     inputs: list[torch.Tensor],
@@ -282,13 +284,13 @@ def reaching(
     create_graph: bool = True,
 ) -> list[torch.Tensor | None]:
     """Pull cotangents back to the inputs; return None for an input on which nothing depends."""
-    found = pulled(
+    found = pull_back_incomplete(
         outputs, cotangents, inputs, retain_graph=retain_graph, create_graph=create_graph
     )
-    return [complete(g) for g in found]
+    return [complete_gradient(g) for g in found]
 
 
-def pulled(
+def pull_back_incomplete(
     outputs: tuple[torch.Tensor, ...],
     cotangents: tuple[Any, ...],
     inputs: list[torch.Tensor],
@@ -300,14 +302,14 @@ def pulled(
 
     If examples have diverged, a gradient may be one of some examples only.
     """
-    from forall._autodiff.double_backward import hooked
+    from forall._autodiff.double_backward import hook_backward_nodes
 
     with functions_off():
         live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not live or not inputs:
             return (None,) * len(inputs)
         ys = tuple(y for y, _ in live)
-        hooks = hooked(ys, create_graph)
+        hooks = hook_backward_nodes(ys, create_graph)
     with hooks:
         return run_backward(
             ys,
@@ -318,7 +320,7 @@ def pulled(
         )
 
 
-class tangents_pass:
+class hide_ended_tangents:
     """Hide tangents that a jvp which has ended left on saved tensors.
 
     Tangents of a running jvp are one level further down, and the user's own stay visible.
@@ -328,34 +330,35 @@ class tangents_pass:
 
     def __enter__(self) -> None:
         self.was = is_forward_enabled()
-        if not users_tangents():
+        if not has_users_tangents():
             set_forward_enabled(False)
 
     def __exit__(self, *_: object) -> None:
         set_forward_enabled(self.was)
 
 
-def closed(results: Any, run: Run, outer_grad: bool) -> Any:
+def detach_from_run(results: Any, run: VariableScope, outer_grad: bool) -> Any:
     """Detach results from the graph of ``run``, unless their graph leads outside of it."""
     if not outer_grad:
-        cut = _alias if users_tangents() else torch.Tensor.detach
-        return pytree.map_tensors(lambda t: carried(_without_functions(cut, t), t), results)
+        cut = _make_alias if has_users_tangents() else torch.Tensor.detach
+        return pytree.map_tensors(lambda t: restore_users_class(_cut_history(cut, t), t), results)
     if not run.made:  # each variable is a view of one from outside
         return results
     with functions_off():
-        found = [t for t in pytree.leaves(results) if isinstance(t, torch.Tensor)]
-        bares = [*map(bare, found)] if posing.used else found
+        found = [t for t in pytree.get_leaves(results) if isinstance(t, torch.Tensor)]
+        bares = [*map(unwrap_posed, found)] if posing.used else found
         recorded = [b for b in bares if b.requires_grad]
         if not recorded:
             return results
-        freed = {*map(id, inward(recorded, run))}
+        freed = {*map(id, select_enclosed(recorded, run))}
         if posing.used:
             freed = {id(t) for t, b in zip(found, bares, strict=True) if id(b) in freed}
         return pytree.map_tensors(
-            lambda t: carried(_alias(bare(t)), t) if id(t) in freed else t, results
+            lambda t: restore_users_class(_make_alias(unwrap_posed(t)), t) if id(t) in freed else t,
+            results,
         )
 
 
-def _without_functions(cut: Any, t: torch.Tensor) -> torch.Tensor:
+def _cut_history(cut: Any, t: torch.Tensor) -> torch.Tensor:
     with functions_off():
-        return cut(bare(t))
+        return cut(unwrap_posed(t))

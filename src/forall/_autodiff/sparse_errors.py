@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from forall._core.errors import columns, short
+from forall._core.errors import format_columns, format_short
 
 
-def no_tangent(value: torch.Tensor) -> NotImplementedError:
+def make_tangent_error(value: torch.Tensor) -> NotImplementedError:
     return NotImplementedError(
         "jvp: forward mode has no tangent of a sparse tensor.\n"
-        f"{columns([('value', short(value))])}\n"
+        f"{format_columns([('value', format_short(value))])}\n"
         "Use reverse mode (vjp, grad, jacrev), or make it sparse outside."
     )
 
 
-def placed(*args: Any, **_: Any) -> Any:
+def refuse_sparse_tangent(*args: Any, **_: Any) -> Any:
     """Refuse to put values with tangents into a sparse tensor."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    raise no_tangent(tensors[-1])
+    raise make_tangent_error(tensors[-1])

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forall._compat.symbolic_eye import identity
+from forall._compat.symbolic_eye import make_identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+def make_basis_rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
     """Return the basis vectors ``start`` to ``stop`` of the space of all ``tensors`` together.
 
     There is one (stop - start, *S) per tensor. Vector k is 1 at entry k of the concatenation of all
     flattened tensors, and 0 elsewhere.
     """
     if len(tensors) == 1 and tensors[0].dim() == 1 and (start, stop) == (0, tensors[0].numel()):
-        return [identity(stop, tensors[0].dtype, tensors[0].device)]
+        return [make_identity(stop, tensors[0].dtype, tensors[0].device)]
     out = []
     first = 0
     for t in tensors:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._compat.devices import default_device, under_default_device
-from forall._compat.dispatch_state import autocast_state
+from forall._compat.devices import find_default_device, override_default_device
+from forall._compat.dispatch_state import get_autocast_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,9 @@ class Setting(NamedTuple):
 
 
 @contextmanager
-def _set_for_now(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> Iterator[None]:
+def _set_temporarily(
+    get: Callable[[], Any], put: Callable[[Any], None], value: Any
+) -> Iterator[None]:
     before = get()
     put(value)
     try:
@@ -34,23 +36,25 @@ def _set_for_now(get: Callable[[], Any], put: Callable[[Any], None], value: Any)
         put(before)
 
 
-def _in_process(name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> Setting:
-    return Setting(name, get, partial(_set_for_now, get, put))
+def _make_setting(name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> Setting:
+    return Setting(name, get, partial(_set_temporarily, get, put))
 
 
-def _in_c(name: str, setter: str | None = None, *, several: bool = False) -> Setting | None:
+def _make_c_setting(
+    name: str, setter: str | None = None, *, several: bool = False
+) -> Setting | None:
     """Return a flag of torch's C++, or None; ``several`` values are passed as arguments."""
     get = getattr(torch._C, f"_get_{name}", None)
     put = getattr(torch._C, setter or f"_set_{name}", None)
     if get is None or put is None:
         return None
-    return _in_process(name, get, (lambda value: put(*value)) if several else put)
+    return _make_setting(name, get, (lambda value: put(*value)) if several else put)
 
 
 @contextmanager
-def under_autocast(wanted: tuple) -> Iterator[None]:
-    """Set autocast for a block as `autocast_state` returned it."""
-    now, then = dict(autocast_state()), dict(wanted)
+def set_autocast(wanted: tuple) -> Iterator[None]:
+    """Set autocast for a block as `get_autocast_state` returned it."""
+    now, then = dict(get_autocast_state()), dict(wanted)
     with ExitStack() as contexts:
         for device in now.keys() | then.keys():
             to = then.get(device)
@@ -58,7 +62,7 @@ def under_autocast(wanted: tuple) -> Iterator[None]:
         yield
 
 
-def _determinism() -> tuple[bool, bool]:
+def _get_determinism() -> tuple[bool, bool]:
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -84,7 +88,7 @@ _OF_PRECISION = [
 _OF_CUDA = 5  # the first of these concern CUDA
 
 
-def _precision() -> tuple[str | None, ...]:
+def _get_precision() -> tuple[str | None, ...]:
     """Return the precision by torch's older name, and by each of the newer ones.
 
     The older name sets some of the newer ones, and none of these sets it.
@@ -97,7 +101,7 @@ def _precision() -> tuple[str | None, ...]:
 
 
 def _set_precision(value: tuple[str | None, ...]) -> None:
-    older = _precision()[0]
+    older = _get_precision()[0]
     if older is not None and value[0] is not None and older != value[0]:
         torch.set_float32_matmul_precision(value[0])
     for of, wanted in zip(_OF_PRECISION, value[1:], strict=True):
@@ -105,7 +109,7 @@ def _set_precision(value: tuple[str | None, ...]) -> None:
             torch._C._set_fp32_precision_setter(*of, wanted)
 
 
-_FASTPATH = _in_process(
+_FASTPATH = _make_setting(
     "attention in one kernel",
     torch.backends.mha.get_fastpath_enabled,
     torch.backends.mha.set_fastpath_enabled,
@@ -114,42 +118,42 @@ _FASTPATH = _in_process(
 _OF_KERNELS: list[Setting] = [
     s
     for s in (
-        _in_c("flash_sdp_enabled", "_set_sdp_use_flash"),
-        _in_c("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-        _in_c("math_sdp_enabled", "_set_sdp_use_math"),
-        _in_c("cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-        _in_c("overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-        _in_c("fa3_sdp_enabled", "_set_sdp_use_fa3"),
-        _in_c("sdp_priority_order"),
-        _in_c("math_sdp_allow_fp16_bf16_reduction"),
+        _make_c_setting("flash_sdp_enabled", "_set_sdp_use_flash"),
+        _make_c_setting("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+        _make_c_setting("math_sdp_enabled", "_set_sdp_use_math"),
+        _make_c_setting("cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+        _make_c_setting("overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+        _make_c_setting("fa3_sdp_enabled", "_set_sdp_use_fa3"),
+        _make_c_setting("sdp_priority_order"),
+        _make_c_setting("math_sdp_allow_fp16_bf16_reduction"),
         _FASTPATH,
-        _in_c("cudnn_enabled"),
-        _in_c("mkldnn_enabled"),
-        _in_c("nnpack_enabled"),
+        _make_c_setting("cudnn_enabled"),
+        _make_c_setting("mkldnn_enabled"),
+        _make_c_setting("nnpack_enabled"),
     )
     if s is not None
 ]
 _OF_NUMBERS: list[Setting] = [
     s
     for s in (
-        _in_process("precision of float32", _precision, _set_precision),
-        _in_c("cublas_allow_fp16_reduced_precision_reduction", several=True),
-        _in_c("cublas_allow_bf16_reduced_precision_reduction", several=True),
-        _in_c("cublas_allow_fp16_accumulation"),
-        _in_c("cpu_allow_fp16_reduced_precision_reduction"),
-        _in_c("cudnn_benchmark"),
-        _in_c("cudnn_deterministic"),
-        _in_c("mkldnn_deterministic"),
-        _in_c("deterministic_fill_uninitialized_memory"),
+        _make_setting("precision of float32", _get_precision, _set_precision),
+        _make_c_setting("cublas_allow_fp16_reduced_precision_reduction", several=True),
+        _make_c_setting("cublas_allow_bf16_reduced_precision_reduction", several=True),
+        _make_c_setting("cublas_allow_fp16_accumulation"),
+        _make_c_setting("cpu_allow_fp16_reduced_precision_reduction"),
+        _make_c_setting("cudnn_benchmark"),
+        _make_c_setting("cudnn_deterministic"),
+        _make_c_setting("mkldnn_deterministic"),
+        _make_c_setting("deterministic_fill_uninitialized_memory"),
     )
     if s is not None
 ]
 SETTINGS: list[Setting] = [
     Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    Setting("autocast", autocast_state, under_autocast),
-    _in_process("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting("default device", default_device, under_default_device),
-    _in_process("determinism", _determinism, _set_determinism),
+    Setting("autocast", get_autocast_state, set_autocast),
+    _make_setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("default device", find_default_device, override_default_device),
+    _make_setting("determinism", _get_determinism, _set_determinism),
     *_OF_KERNELS,
     *_OF_NUMBERS,
 ]
@@ -161,12 +165,12 @@ _ASKED_OF_NUMBERS = [
 ]
 
 
-def kernels_allowed() -> tuple:
+def get_allowed_kernels() -> tuple:
     """Return the kernels that attention and recurrent layers may use, and their priorities."""
     return tuple([ask() for ask in _ASKED_OF_KERNELS])
 
 
-def precision_allowed() -> tuple:
+def get_allowed_precision() -> tuple:
     """Return the settings that CUDA kernels are chosen by: precision, benchmarks, determinism.
 
     An operator reads them when it runs, compiled code and graphs when they are created.
@@ -174,14 +178,14 @@ def precision_allowed() -> tuple:
     return tuple([ask() for ask in _ASKED_OF_NUMBERS])
 
 
-def settings_now() -> tuple:
+def read_settings() -> tuple:
     """Return the value of each setting."""
     return tuple([s.get() for s in SETTINGS])
 
 
 @contextmanager
-def under_settings(values: tuple) -> Iterator[None]:
-    """Apply the settings that `settings_now` returned for a block; equal ones are not touched."""
+def apply_settings(values: tuple) -> Iterator[None]:
+    """Apply the settings that `read_settings` returned for a block; equal ones are not touched."""
     with ExitStack() as contexts:
         for setting, value in zip(SETTINGS, values, strict=True):
             if setting.get() != value:

@@ -22,20 +22,20 @@ WRITTEN = BackwardCFunction  # nodes whose backward is a user's Python function
 _MOST = 100_000  # nodes that are visited
 
 
-def are_apart(tensors: Sequence[Tensor]) -> bool:
+def are_independent(tensors: Sequence[Tensor]) -> bool:
     """Return True if none of these tensors can have been computed from another, or a view of it."""
-    own = {id(node): node for node in map(node_of, tensors) if node is not None}
+    own = {id(node): node for node in map(find_autograd_node, tensors) if node is not None}
     if len(own) < 2 or not any(t.grad_fn is not None for t in tensors):
         return True
     before = [GradientEdge(*edge) for node in own.values() for edge in node.next_functions]
-    behind = [*islice(nodes(before), _MOST)]
+    behind = [*islice(iterate_nodes(before), _MOST)]
     return len(behind) < _MOST and all(id(n) not in own for n in behind)
 
 
-def has_pythons(ends: Iterable[Tensor], stops: Iterable[Tensor]) -> bool:
+def has_python_nodes(ends: Iterable[Tensor], stops: Iterable[Tensor]) -> bool:
     """Return True if a node between these tensors may run Python that is not forall's."""
-    stop = {id(node): node for node in map(node_of, stops)}
-    way = [*islice(nodes(ends, lambda node: id(node) in stop), _MOST)]
+    stop = {id(node): node for node in map(find_autograd_node, stops)}
+    way = [*islice(iterate_nodes(ends, lambda node: id(node) in stop), _MOST)]
     return len(way) == _MOST or any(
         isinstance(node, WRITTEN)
         and id(node) not in stop
@@ -44,7 +44,7 @@ def has_pythons(ends: Iterable[Tensor], stops: Iterable[Tensor]) -> bool:
     )
 
 
-def nodes(ends: Iterable[End], stops: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+def iterate_nodes(ends: Iterable[End], stops: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Yield every node of the graphs that lead to ``ends``, none behind one that ``stops``."""
     starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
     todo: list[Any] = [node for node in starts if node is not None]
@@ -60,7 +60,7 @@ def nodes(ends: Iterable[End], stops: Callable[[Any], bool] | None = None) -> It
                 todo.append(following)
 
 
-def gradients(
+def call_autograd_grad(
     outputs: tuple, stops: Iterable[End], given: Any, retain_graph: bool, create_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """Run torch.autograd.grad as the implementation of a user's call of it.
@@ -71,12 +71,12 @@ def gradients(
     with functions_off():
         cotangents = torch.autograd._tensor_or_tensors_to_tuple(given, len(outputs))
         cotangents = torch.autograd._make_grads(outputs, cotangents, is_grads_batched=False)
-    return gradients_of(
+    return run_grad_engine(
         outputs, stops, cotangents, retain_graph=retain_graph, create_graph=create_graph
     )
 
 
-def gradients_of(
+def run_grad_engine(
     outputs: Sequence[Tensor],
     stops: Iterable[End],
     cotangents: Sequence[Tensor | None],
@@ -99,7 +99,7 @@ def gradients_of(
     )
 
 
-def node_of(t: Tensor) -> Any:
+def find_autograd_node(t: Tensor) -> Any:
     """Return the node that gradients of a tensor arrive at; None if none ever do.
 
     It is None for a view that was made before its base required grad.
@@ -113,7 +113,7 @@ def node_of(t: Tensor) -> Any:
 
 def is_view_of(t: Tensor, root: Tensor) -> bool:
     """Return True if the history of ``t`` is that of a view of ``root``, and nothing else."""
-    start, node, number = node_of(root), t.grad_fn, t.output_nr
+    start, node, number = find_autograd_node(root), t.grad_fn, t.output_nr
     while node is not None and not (node is start and number == root.output_nr):
         if node.name().rstrip("0123456789") not in _VIEWS or len(node.next_functions) != 1:
             return False
@@ -128,19 +128,19 @@ _KINDS = """
 _VIEWS = frozenset({*(f"{kind}Backward" for kind in _KINDS.split()), "torch::autograd::Identity"})
 
 
-def base_of(t: Tensor) -> Tensor:
+def get_base(t: Tensor) -> Tensor:
     """Return the base of a view; any other tensor as it is."""
     return t if t._base is None else t._base
 
 
-class Gate:
+class GradientGate:
     """A block in which no gradient passes from tensors led through the gate to their inputs."""
 
     closed = False
 
-    def through(self, t: Tensor) -> Tensor:
+    def lead_through(self, t: Tensor) -> Tensor:
         """Return a view of the tensor, whose history is behind the gate."""
-        return _Through.apply(self, t)
+        return _GatedView.apply(self, t)
 
     def __enter__(self) -> None:
         self.closed = True
@@ -149,9 +149,9 @@ class Gate:
         self.closed = False
 
 
-class _Through(torch.autograd.Function):
+class _GatedView(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Gate, t: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: GradientGate, t: Tensor) -> Tensor:
         ctx.gate = gate
         return t.view_as(t)
 

@@ -26,7 +26,7 @@ def to_int(flags: torch.Tensor) -> int:
     return int.from_bytes(last, "little")
 
 
-def count_of(flags: torch.Tensor) -> int:
+def count_flags(flags: torch.Tensor) -> int:
     """Return how many entries of a bool tensor (n,) are True."""
     return int(flags.count_nonzero())
 
@@ -39,6 +39,6 @@ def to_flags(rows: int, size: int) -> torch.Tensor:
     return (packed.unsqueeze(1) >> torch.arange(8, device="cpu") & 1).view(-1)[:size].bool()
 
 
-def everyone(size: int) -> int:
+def make_full_set(size: int) -> int:
     """Return the set of all of ``size`` rows."""
     return (1 << size) - 1

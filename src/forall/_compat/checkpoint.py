@@ -32,12 +32,12 @@ _engine = torch.autograd._engine_run_backward
 _backwards = {name: getattr(BackwardCFunction, name) for name in versions.BACKWARDS}
 
 
-def _nothing() -> Iterator[None]:
+def _skip_recomputation() -> Iterator[None]:
     """Yield once, as a checkpoint's generator that saves and recomputes nothing."""
     yield
 
 
-def install(
+def install_checkpoint_hooks(
     in_place: Callable,
     drawing: Callable,
     tangents: Callable[[], bool],
@@ -65,11 +65,11 @@ def install(
     _install_checkpoints(in_place, drawing, tangents, within)
     _install_hooks(in_place, tangents)
     for name, backward in _backwards.items():
-        setattr(BackwardCFunction, name, _in_its_place(backward, making, theirs))
+        setattr(BackwardCFunction, name, _wrap_backward(backward, making, theirs))
 
     @functools.wraps(_engine)
     def engine(outputs: Any, given: Any, retain: Any, create_graph: bool, *args: Any, **kw: Any):
-        threads = one_thread() if exception_safety.has_called() else nullcontext()
+        threads = one_thread() if exception_safety.has_called_transform() else nullcontext()
         with threads, modes(), hooks(outputs, create_graph):
             return _engine(outputs, given, retain, create_graph, *args, **kw)
 
@@ -78,7 +78,7 @@ def install(
     torch.autograd._engine_run_backward = engine
 
 
-def _in_its_place(backward: Callable, making: Callable, theirs: Callable) -> Callable:
+def _wrap_backward(backward: Callable, making: Callable, theirs: Callable) -> Callable:
     @functools.wraps(backward)
     def run(self: Any, *gradients: Any) -> Any:
         if self._forward_cls.__module__.startswith("forall."):
@@ -108,10 +108,10 @@ def _install_checkpoints(
 
     def begin(function: Callable, preserve: bool, start: Callable[[Callable], Generator]) -> Any:
         if tangents():
-            return _nothing()
+            return _skip_recomputation()
         again = in_place(drawing(function) if preserve else function)
         keeps = within()
-        return _Begun(keeps, start(_keeping(keeps, again)))
+        return _StartedCheckpoint(keeps, start(_with_keeps(keeps, again)))
 
     def apply(cls: Any, function: Callable, preserve: bool, *args: Any) -> Any:
         if tangents():
@@ -123,23 +123,23 @@ def _install_checkpoints(
     versions.wrap_checkpoints(begin)
 
 
-class _Kept(NamedTuple):
+class _KeptTensor(NamedTuple):
     """A saved tensor that is kept, and not recomputed."""
 
     tensor: torch.Tensor
 
 
-class _Now(exception_safety.Here):
+class _CurrentCheckpoint(exception_safety.RestoredState):
     """The test of the current checkpoint for tensors that it keeps."""
 
     keeps: Keeps = staticmethod(lambda _: False)
 
 
-_now = _Now.made()
+_now = _CurrentCheckpoint.make_instance()
 
 
 @contextmanager
-def _that(keeps: Keeps) -> Iterator[None]:
+def _set_keeps(keeps: Keeps) -> Iterator[None]:
     was, _now.keeps = _now.keeps, keeps
     try:
         yield
@@ -147,23 +147,23 @@ def _that(keeps: Keeps) -> Iterator[None]:
         _now.keeps = was
 
 
-class _Begun(Generator):
+class _StartedCheckpoint(Generator):
     """A checkpoint whose hooks find the test for kept tensors when they are entered."""
 
     def __init__(self, keeps: Keeps, hooks: Generator) -> None:
         self.keeps, self.hooks = keeps, hooks
 
     def send(self, value: Any) -> Any:
-        with _that(self.keeps):
+        with _set_keeps(self.keeps):
             return self.hooks.send(value)
 
     def throw(self, *error: Any) -> Any:
         return self.hooks.throw(*error)
 
 
-def _keeping(keeps: Keeps, function: Callable) -> Callable:
+def _with_keeps(keeps: Keeps, function: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _that(keeps):
+        with _set_keeps(keeps):
             return function(*args, **kwargs)
 
     return run
@@ -173,33 +173,33 @@ def _install_hooks(
     in_place: Callable,
     tangents: Callable[[], bool],
 ) -> None:
-    def of_checkpoint(pack: Callable, unpack: Callable, keeps: Keeps | None) -> None:
+    def push_checkpoint_hooks(pack: Callable, unpack: Callable, keeps: Keeps | None) -> None:
         """Push a checkpoint's own hooks, which know their context, but keep tensors as tested."""
 
-        def packed(tensor: torch.Tensor) -> Any:
-            return _Kept(tensor) if (keeps or _now.keeps)(tensor) else pack(tensor)
+        def pack_or_keep(tensor: torch.Tensor) -> Any:
+            return _KeptTensor(tensor) if (keeps or _now.keeps)(tensor) else pack(tensor)
 
-        def unpacked(x: Any) -> Any:
-            return x.tensor if type(x) is _Kept else unpack(x)
+        def unpack_or_return(x: Any) -> Any:
+            return x.tensor if type(x) is _KeptTensor else unpack(x)
 
-        torch._C._autograd._push_saved_tensors_default_hooks(packed, unpacked)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack_or_keep, unpack_or_return)
 
     def enter(self: saved_tensors_hooks) -> None:
         pack, unpack = self.pack_hook, self.unpack_hook
         if type(self).__module__ == checkpoint.__name__:
             again = type(self) is checkpoint._recomputation_hook
-            of_checkpoint(pack, unpack, None if again else _now.keeps)
+            push_checkpoint_hooks(pack, unpack, None if again else _now.keeps)
             return
 
-        def packed(tensor: torch.Tensor) -> Any:
+        def pack_with_context(tensor: torch.Tensor) -> Any:
             # torch packs under its own no_grad, which must not cut the user's tangents.
             with torch.set_grad_enabled(tangents()):
                 return pack(tensor), in_place(unpack)
 
-        def unpacked(pair: Any) -> Any:
+        def unpack_with_context(pair: Any) -> Any:
             kept, unpack_there = pair
             return unpack_there(kept)
 
-        torch._C._autograd._push_saved_tensors_default_hooks(packed, unpacked)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack_with_context, unpack_with_context)
 
     saved_tensors_hooks.__enter__ = enter

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _THREADS: dict[int, ThreadPoolExecutor] = {}
 
 
-def no_inductor() -> str | None:
+def find_inductor_obstacle() -> str | None:
     """Return what this machine lacks to run code of inductor's; None if it lacks nothing."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -29,12 +29,12 @@ def no_inductor() -> str | None:
     return None
 
 
-def no_graphs() -> str | None:
+def find_cudagraph_obstacle() -> str | None:
     """Return what this machine lacks to run CUDA graphs; None if it lacks nothing."""
     return None if torch.cuda.is_available() else "a CUDA device"
 
 
-def by_inductor(
+def compile_by_inductor(
     program: torch.fx.GraphModule, examples: Sequence[torch.Tensor], *, writes: bool
 ) -> Callable:
     """Compile a program to a function of tensors like ``examples``, by inductor.
@@ -48,33 +48,33 @@ def by_inductor(
     """
     inside: list[Any] = []
 
-    def compiled() -> Callable:
+    def compile_program() -> Callable:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def record_inner(*args: Any, **kwargs: Any) -> Any:
             inside.append(compile_fx_inner(*args, **kwargs))
             return inside[-1]
 
         with torch.no_grad():
-            return cast("Callable", compile_fx(program, [*examples], inner_compile=noted))
+            return cast("Callable", compile_fx(program, [*examples], inner_compile=record_inner))
 
     process = os.getpid()
     if process not in _THREADS:
         _THREADS[process] = ThreadPoolExecutor(1)
-    whole = _THREADS[process].submit(compiled).result()
+    whole = _THREADS[process].submit(compile_program).result()
     # torch's wrapper around the generated code takes three quarters of a call of a few small
     # operators, and mostly does nothing. With writes, equal results would not prove that.
     lines = getattr(inside[0], "current_callable", None) if len(inside) == 1 else None
     if writes or lines is None:
         return whole
 
-    def alone(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    def call_lines(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         return lines([*tensors])
 
-    return alone if _are_same(alone, whole, examples) else whole
+    return call_lines if _have_same_results(call_lines, whole, examples) else whole
 
 
-def _are_same(one: Callable, other: Callable, tensors: Sequence[torch.Tensor]) -> bool:
+def _have_same_results(one: Callable, other: Callable, tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if two functions return the same values with the same strides."""
     wanted = [*other(*tensors)]
     try:
@@ -92,7 +92,7 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def by_graph(
+def compile_by_cudagraph(
     program: Callable, examples: Sequence[torch.Tensor], written: Sequence[int]
 ) -> Callable:
     """Record a program as a CUDA graph. A call copies its tensors there, and the results back.
@@ -101,21 +101,21 @@ def by_graph(
     calls share the memory that the graph reads: threads wait for each other's calls, streams for
     their work.
     """
-    with torch.cuda.device(device_of(examples)):
-        return _captured(program, examples, written)
+    with torch.cuda.device(find_gpu(examples)):
+        return _capture_graph(program, examples, written)
 
 
-def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+def find_gpu(tensors: Sequence[torch.Tensor]) -> torch.device:
     """Return the GPU that tensors are on; numbers that are constants may be on the CPU."""
     return next(t.device for t in tensors if t.is_cuda)
 
 
-def _captured(
+def _capture_graph(
     program: Callable, examples: Sequence[torch.Tensor], written: Sequence[int]
 ) -> Callable:
     places = [_copy(t) for t in examples]
 
-    def given(tensors: Sequence[torch.Tensor]) -> None:
+    def copy_inputs(tensors: Sequence[torch.Tensor]) -> None:
         for place, t in zip(places, tensors, strict=True):
             place.copy_(t)
 
@@ -123,9 +123,9 @@ def _captured(
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):  # so that the graph does not capture what libraries set up once
-            given(examples)
+            copy_inputs(examples)
             program(*places)
-        given(examples)
+        copy_inputs(examples)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         made = program(*places)
@@ -141,7 +141,7 @@ def _captured(
             if now != last:
                 now.wait_event(done)
                 last = now
-            given(tensors)
+            copy_inputs(tensors)
             graph.replay()
             for i in written:
                 tensors[i].copy_(places[i])

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class VmapInfo(NamedTuple):
+class OpVmapInfo(NamedTuple):
     """The first argument of rules that torch.library.register_vmap registers."""
 
     batch_size: int
     randomness: str
 
 
-def overloads(op: Any) -> list | None:
+def find_overloads(op: Any) -> list | None:
     """Return the overloads of an operator; None if ``op`` is no operator."""
     if isinstance(op, CustomOpDef):
         return [op._opoverload]
@@ -29,7 +29,7 @@ def overloads(op: Any) -> list | None:
     return None
 
 
-def definition(func: Any) -> CustomOpDef | None:
+def find_custom_op(func: Any) -> CustomOpDef | None:
     """Return the custom_op of an overload, if there is one."""
     return OPDEFS.get(f"{func.namespace}::{func.overloadpacket.__name__}")
 
@@ -37,6 +37,6 @@ def definition(func: Any) -> CustomOpDef | None:
 _TORCHS = frozenset({"aten", "prims", "prim", "quantized", "mkldnn"})
 
 
-def vmap_rule(op: CustomOpDef) -> Callable | None:
+def get_vmap_rule(op: CustomOpDef) -> Callable | None:
     """Return the rule that torch.library.register_vmap registered for this operator."""
     return op._vmap_fn

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _CPU = torch.device("cpu")
-any_function_modes = torch._C._len_torch_function_stack  # their number
+count_all_function_modes = torch._C._len_torch_function_stack  # their number
 _at = torch._C._get_function_stack_at
 _pop = torch._C._pop_torch_function_stack
 _push = torch._C._push_on_torch_function_stack
 PASSES_ON = DeviceContext.__torch_function__.__code__  # a frame that only passes a call on
 
 
-def function_modes() -> int:
+def count_function_modes() -> int:
     """Return how many function modes are on, apart from torch's own for a default device.
 
     The mode for a default device decides nothing but the device of new tensors.
     """
-    count = left = any_function_modes()
+    count = left = count_all_function_modes()
     while left:
         left -= 1
         if type(_at(left)) is DeviceContext:
@@ -36,9 +36,9 @@ def function_modes() -> int:
     return count
 
 
-def default_device() -> torch.device | None:
+def find_default_device() -> torch.device | None:
     """Return the device of `torch.set_default_device` or ``with torch.device(...)``, or None."""
-    left = any_function_modes()
+    left = count_all_function_modes()
     while left:
         left -= 1
         mode = _at(left)
@@ -47,37 +47,37 @@ def default_device() -> torch.device | None:
     return None
 
 
-def new_device(device: Any = None) -> Any:
+def find_new_device(device: Any = None) -> Any:
     """Return the device on which torch makes a tensor of Python's numbers, given ``device``."""
-    return device if device is not None else default_device() or _CPU
+    return device if device is not None else find_default_device() or _CPU
 
 
 @contextmanager
-def under_default_device(device: torch.device | None) -> Iterator[None]:
+def override_default_device(device: torch.device | None) -> Iterator[None]:
     """Set the default device for a block; with None no default device is set."""
     if device is not None:
         with DeviceContext(device):
             yield
         return
-    modes = _take_off()
+    modes = _pop_function_modes()
     for mode in modes:
         if type(mode) is not DeviceContext:
             _push(mode)
     try:
         yield
     finally:
-        _take_off()
+        _pop_function_modes()
         for mode in modes:
             _push(mode)
 
 
-def _take_off() -> list[Any]:
+def _pop_function_modes() -> list[Any]:
     """Pop all function modes; return them, the outermost first."""
-    return [_pop() for _ in range(any_function_modes())][::-1]
+    return [_pop() for _ in range(count_all_function_modes())][::-1]
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def hide_from_observers() -> Iterator[None]:
     """Hide a backend's own calls from all modes, and from a trace function that watches a call."""
     trace = sys.gettrace()
     if trace is not None:
@@ -91,22 +91,22 @@ def unwatched() -> Iterator[None]:
 
 
 @cache
-def accelerator() -> Any:
+def get_accelerator() -> Any:
     """Return the module of the accelerator that torch was built for; None without one."""
     device = torch.accelerator.current_accelerator()
     return None if device is None else torch.get_device_module(device)
 
 
-def current_device() -> int:
+def get_current_device() -> int:
     """Return the index of the device that is meant by one without an index.
 
     That is 0 until the accelerator is in use. An earlier query would initialise the accelerator,
     after which the process could no longer fork.
     """
-    module = accelerator()
+    module = get_accelerator()
     if module is None:
         return 0
-    with unwatched():
+    with hide_from_observers():
         is_used = getattr(module, "is_initialized", _is_used)()
         return torch.accelerator.current_device_index() if is_used else 0
 
@@ -115,7 +115,7 @@ def _is_used() -> bool:
     return True
 
 
-def wait_until_made(tensors: Iterable[torch.Tensor]) -> None:
+def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for the devices of tensors that are to be read on any stream from now on.
 
     A program keeps its constants, and its calls may run on other streams than the recording did.
@@ -127,7 +127,7 @@ def wait_until_made(tensors: Iterable[torch.Tensor]) -> None:
             torch.cuda.synchronize(device)
 
 
-def on_device(index: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_index_to(index: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a CPU index on a device, to which it is copied once.
 
     The copy is kept on the index, for each CUDA stream: another stream may read it before it is
@@ -140,11 +140,11 @@ def on_device(index: torch.Tensor, device: torch.device) -> torch.Tensor:
     found = copies.get((device, stream))
     if found is None:
         with functions_off(), no_dispatch():
-            found = copies[device, stream] = _copied(index, device)
+            found = copies[device, stream] = _copy_async(index, device)
     return found
 
 
-def _copied(index: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _copy_async(index: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy from pinned memory, which does not wait for the device."""
     index = index.pin_memory() if device.type == "cuda" else index
     return index.to(device, non_blocking=True)

@@ -19,8 +19,8 @@ from torch.autograd import forward_ad
 from forall._compat import exception_safety, inference_mode
 from forall._compat.device_threads import one_thread
 from forall._compat.exception_safety import contextmanager
-from forall._compat.trace_modes import beneath_ours, unseen
-from forall._compat.versions import apply_own
+from forall._compat.trace_modes import hide_own_tensors, suspend_own_modes
+from forall._compat.versions import apply_without_binding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ _ABOVE_PYTHON = (
 )
 
 
-class autograd_below:
+class enable_autograd_below:
     """Enable autograd (and forward mode) on the values one level down, inside a Python handler.
 
     A handler is entered with autograd disabled in thread-local state. A level whose values carry
@@ -81,7 +81,7 @@ class autograd_below:
         set_forward_enabled(self.was_forward)
 
 
-class forward_on:
+class enable_forward_mode:
     """Let operators compute tangents, whatever the grad mode is."""
 
     __slots__ = ("was",)
@@ -94,7 +94,7 @@ class forward_on:
         set_forward_enabled(self.was)
 
 
-class _Held(exception_safety.Here):
+class _ForwardModeUse(exception_safety.RestoredState):
     """This thread's use of the forward-mode level."""
 
     ours = 0  # jvps of forall that are running
@@ -112,7 +112,7 @@ class _ForwardLevel:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.threads: set[int] = set()  # in which jvps run
-        self.held = _Held.made(idle=True)
+        self.held = _ForwardModeUse.make_instance(idle=True)
         self.torchs_enter = forward_ad.enter_dual_level
         self.torchs_exit = forward_ad.exit_dual_level
 
@@ -188,23 +188,23 @@ def _exit_dual_level(*, level: int | None = None) -> None:
 
 
 @contextmanager
-def forward_level() -> Iterator[None]:
+def hold_forward_level() -> Iterator[None]:
     """Hold the process's forward-mode level while a jvp runs."""
-    off = inference_mode.left()
+    off = inference_mode.leave_inference_mode()
     _forward_level.enter()
     try:
         yield
     finally:
         _forward_level.exit()
-        inference_mode.back(off)
+        inference_mode.reenter_inference_mode(off)
 
 
-def forward_mode_runs() -> bool:
+def is_forward_mode_on() -> bool:
     """Return True if tensors may carry tangents at all."""
     return forward_ad._current_level >= 0
 
 
-def users_tangents() -> bool:
+def has_users_tangents() -> bool:
     """Return True if tensors may carry tangents from the user's own torch.autograd.forward_ad."""
     return forward_ad._current_level >= 0 and (
         not _forward_level.threads or _forward_level.held.users > 0
@@ -213,7 +213,7 @@ def users_tangents() -> bool:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Return True if PyTorch's own forward mode gave this tensor a tangent."""
-    if torch_funcs(tensor):
+    if is_functorch_wrapped(tensor):
         return False
     if in_torch_func():
         with outside_torch_func():
@@ -222,9 +222,9 @@ def has_tangent(tensor: torch.Tensor) -> bool:
         return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
+def get_users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tangent that the user's own forward mode gave this tensor, if it did."""
-    if not users_tangents() or not has_tangent(tensor):
+    if not has_users_tangents() or not has_tangent(tensor):
         return None
     with torch._C.DisableTorchFunction():
         return forward_ad.unpack_dual(tensor).tangent
@@ -244,7 +244,7 @@ def _is_tracing_linearize(frame: Any) -> bool:
 
 def refuse_inside_linearize() -> None:
     """Raise inside torch.func.linearize, whose trace would keep values of levels as constants."""
-    if users_tangents() and _called_by(_is_tracing_linearize):
+    if has_users_tangents() and _called_by(_is_tracing_linearize):
         raise NotImplementedError(
             "torch.func.linearize: its function calls a transform of forall.\n"
             "It traces the function and takes what the transform computes for constant.\n"
@@ -272,11 +272,11 @@ def _called_by(wanted: Callable[[Any], bool]) -> bool:
     return False
 
 
-dispatch_modes = torch._C._len_torch_dispatch_stack
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def is_mode_on(mode: object) -> bool:
-    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(dispatch_modes()))
+    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(count_dispatch_modes()))
 
 
 # As in a handler: autograd neither records nor counts versions.
@@ -301,12 +301,12 @@ _CASTS = functools.reduce(
 _CAST_DEVICES = ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "mps")
 
 
-def without_autocast() -> Any:
+def disable_autocast() -> Any:
     """Return a context for operators that have been cast already."""
     return torch._C._ExcludeDispatchKeyGuard(_CASTS)
 
 
-def autocast_state() -> tuple:
+def get_autocast_state() -> tuple:
     """Return the state of autocast for each kind of device that it is on for."""
     own = torch._C._get_privateuse1_backend_name()  # of a backend that is no part of torch
     return tuple(
@@ -337,7 +337,7 @@ def run_backward(
         )
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return True if autograd is running a backward pass in this thread."""
     return graph_task() != -1
 
@@ -360,7 +360,7 @@ def is_accumulating() -> bool:
     return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
 
 
-def accumulating_on() -> torch.Tensor | None:
+def get_accumulating_leaf() -> torch.Tensor | None:
     """Return the leaf whose gradient autograd is setting right now, or None."""
     return torch._C._current_autograd_node().variable if is_accumulating() else None
 
@@ -373,7 +373,7 @@ _is_legacy = torch._C._functorch.is_legacy_batchedtensor
 _is_functorchs = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def torch_funcs(tensor: torch.Tensor) -> bool:
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Return True for a wrapper of torch's own transforms: torch.func's or autograd's vmap."""
     return _is_functorchs(tensor) or _is_legacy(tensor)
 
@@ -393,7 +393,7 @@ class outside_torch_func:
             torch._C._functorch.push_dynamic_layer_stack(self.layers.pop())
 
 
-def dynamo_loaded() -> bool:
+def is_dynamo_loaded() -> bool:
     """Return True if torch.compile can have been used; importing it to ask would take seconds."""
     # Another thread may be importing it: once it can be used, it has this attribute.
     return hasattr(sys.modules.get("torch._dynamo"), "eval_frame")
@@ -407,31 +407,31 @@ def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is not _NO_DISPATCH
 
 
-def plain_alias(tensor: torch.Tensor, *, moves: bool = True) -> torch.Tensor:
+def make_plain_alias(tensor: torch.Tensor, *, moves: bool = True) -> torch.Tensor:
     """Return an ordinary tensor that shares memory, without history; a user's tangent stays.
 
     Unless ``moves`` is True, the tangent is dropped too. A tensor whose class has its own dispatch
     (DTensor) is detached by that class. The kernel does not know what such a tensor holds, and
     would return a tensor without memory.
     """
-    hidden = beneath_ours() if has_own_dispatch(type(tensor)) else unseen()
+    hidden = suspend_own_modes() if has_own_dispatch(type(tensor)) else hide_own_tensors()
     with functions_off(), hidden:
         alias = tensor.detach()
-        if moves and users_tangents():
+        if moves and has_users_tangents():
             tangent = forward_ad.unpack_dual(tensor).tangent
             if tangent is not None:
                 alias = forward_ad.make_dual(alias, tangent)
         return alias
 
 
-class _Aside(exception_safety.Here):
+class _HiddenTensorListeners(exception_safety.RestoredState):
     told: tuple[Callable, ...] = ()  # called with tensors that are made where no mode sees it
 
 
-aside = _Aside.made()
+aside = _HiddenTensorListeners.make_instance()
 
 
-def apply_function(function: type, *args: Any) -> Any:
+def apply_own_function(function: type, *args: Any) -> Any:
     """Run torch.autograd.Function.apply of forall's own, without lifting the arguments."""
     with torch._C.DisableTorchFunction():
-        return apply_own(function, *args)
+        return apply_without_binding(function, *args)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import HigherOrderOperator
 
-from forall._compat.dynamo_trees import answer_forward_mode, tensors_of, thaw
-from forall._compat.functorch_interop import eagerly
+from forall._compat.dynamo_trees import answer_forward_mode, find_tensors, thaw
+from forall._compat.functorch_interop import run_eagerly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,15 +59,15 @@ class TransformInGraph(HigherOrderOperator):
         A graph takes the tensors of the arguments, then those that the function captures.
         """
         if not isinstance(func, torch.fx.GraphModule):
-            with eagerly():
+            with run_eagerly():
                 return self.run(verb, options, func, args, kwargs)
 
-        def as_given(*args: Any, **kwargs: Any) -> Any:
-            return func(*tensors_of((args, kwargs)), *rest)
+        def call_graph(*args: Any, **kwargs: Any) -> Any:
+            return func(*find_tensors((args, kwargs)), *rest)
 
         options, args, kwargs = thaw((options, args, kwargs))
         with answer_forward_mode():
-            return self.run(verb, options, as_given, args, kwargs)
+            return self.run(verb, options, call_graph, args, kwargs)
 
 
 def _register() -> None:

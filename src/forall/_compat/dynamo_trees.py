@@ -20,7 +20,7 @@ _SEQUENCES = (tuple, list)
 _DICTS = (dict, OrderedDict)
 
 
-def is_named(tree: Any) -> bool:
+def is_namedtuple(tree: Any) -> bool:
     return isinstance(tree, tuple) and hasattr(tree, "_fields")
 
 
@@ -34,12 +34,12 @@ def map_leaves(f: Callable, tree: Any, ordered: Callable = OrderedDict) -> Any:
     if type(tree) in _DICTS:
         found = {key: map_leaves(f, x, ordered) for key, x in tree.items()}
         return found if type(tree) is dict else ordered(found)
-    if is_named(tree):
+    if is_namedtuple(tree):
         return type(tree)(*[map_leaves(f, x, ordered) for x in tree])
     return f(tree)
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
+def find_tensors(tree: Any) -> list[torch.Tensor]:
     found = []
 
     def look(leaf: Any) -> None:
@@ -50,17 +50,17 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def with_tensors(tree: Any, tensors: Any) -> Any:
+def replace_tensors(tree: Any, tensors: Any) -> Any:
     """Return the tree with these tensors, in order, in the place of its own."""
     left = list(tensors)
 
-    def put(leaf: Any) -> Any:
+    def take_next(leaf: Any) -> Any:
         return left.pop(0) if isinstance(leaf, torch.Tensor) else leaf
 
-    return map_leaves(put, tree)
+    return map_leaves(take_next, tree)
 
 
-class Ordered(NamedTuple):
+class OrderedDictItems(NamedTuple):
     """A stand-in for an OrderedDict in a graph, whose dicts are all of one class."""
 
     items_of: dict
@@ -90,7 +90,7 @@ def check_names(options: dict, kwargs: dict) -> None:
                 )
 
 
-def operand(leaf: Any) -> Any:
+def make_operand(leaf: Any) -> Any:
     """Return a graph's operand for an argument; non-tensors are captured by the function itself."""
     if isinstance(leaf, torch.Tensor) or type(leaf) in _CONSTANTS:
         return leaf
@@ -139,12 +139,12 @@ def answer_forward_mode() -> Any:
 
     torch caches the answer for a fake tensor under a key that does not identify its memory.
     """
-    from forall._compat.export_tracer import Recorded
+    from forall._compat.export_tracer import PlainOperatorMode
 
     if not any(torch._C._get_dispatch_mode(kind) for kind in _KINDS):
         return nullcontext()
-    around = any(type(mode) is Recorded for mode in _get_current_dispatch_mode_stack())
-    return nullcontext() if around else Recorded()
+    around = any(type(mode) is PlainOperatorMode for mode in _get_current_dispatch_mode_stack())
+    return nullcontext() if around else PlainOperatorMode()
 
 
 def thaw(tree: Any) -> Any:
@@ -153,8 +153,8 @@ def thaw(tree: Any) -> Any:
         return [thaw(x) for x in tree]
     if isinstance(tree, dict):
         return {key: thaw(x) for key, x in tree.items()}
-    if type(tree) is Ordered:
+    if type(tree) is OrderedDictItems:
         return OrderedDict(thaw(tree.items_of))
-    if is_named(tree):
+    if is_namedtuple(tree):
         return type(tree)(*map(thaw, tree))
     return tuple(map(thaw, tree)) if type(tree) is tuple else tree

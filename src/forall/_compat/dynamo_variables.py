@@ -39,7 +39,7 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
         verb, options = verb.as_python_constant(), options.as_proxy()
         operands = operands.as_proxy()
         whole = tensors.items
-        fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
+        fakes = _pytree.tree_map_only(torch.fx.Proxy, _get_example_value, operands)
         try:
             dims = self.value.example_dims(verb, options, *fakes) or [None] * len(whole)
         except Exception as error:  # noqa: BLE001 - the call raises it where it runs as it is
@@ -49,8 +49,8 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
                 explanation=str(error),
                 hints=[],
             )
-        examples = [_example_of(tx, x, d) for x, d in zip(whole, dims, strict=True)]
-        with _autograd_is_traced():
+        examples = [_make_example_variable(tx, x, d) for x, d in zip(whole, dims, strict=True)]
+        with _trace_autograd():
             _, graph, captured = speculate_subgraph(
                 tx,
                 body,
@@ -89,7 +89,7 @@ def _refuse_operators(verb: str, graph: torch.fx.Graph, ours: HigherOrderOperato
             )
 
 
-def _autograd_is_traced() -> Any:
+def _trace_autograd() -> Any:
     """Return a context in which Dynamo traces torch.autograd.grad into the graph as a call."""
     if hasattr(config, "trace_autograd_ops"):
         return config.patch(trace_autograd_ops=True)
@@ -107,7 +107,7 @@ class FunctionVariable(VariableTracker):
         return self.proxy
 
     def python_type(self) -> type:
-        return type(_example(self.proxy))
+        return type(_get_example_value(self.proxy))
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         given = tuple(x.as_proxy() for x in args)
@@ -115,11 +115,11 @@ class FunctionVariable(VariableTracker):
         return _emit(tx, call_in_graph, (self.proxy, given, by_name))
 
 
-def _example(proxy: torch.fx.Proxy) -> Any:
+def _get_example_value(proxy: torch.fx.Proxy) -> Any:
     return proxy.node.meta["example_value"]
 
 
-def _example_of(tx: Any, x: VariableTracker, dim: int | None) -> VariableTracker:
+def _make_example_variable(tx: Any, x: VariableTracker, dim: int | None) -> VariableTracker:
     proxy = tx.output.create_proxy("call_function", one_example, (x.as_proxy(), dim), {})
     return wrap_fx_proxy(tx, proxy)
 
@@ -127,51 +127,56 @@ def _example_of(tx: Any, x: VariableTracker, dim: int | None) -> VariableTracker
 def _emit(tx: Any, target: Any, args: tuple) -> VariableTracker:
     """Add a node to the graph, and return its result as variables of Dynamo's."""
     proxy = tx.output.create_proxy("call_function", target, args, {})
-    return _variable(tx, get_fake_value(proxy.node, tx), proxy)
+    return _make_variable(tx, get_fake_value(proxy.node, tx), proxy)
 
 
-def _variable(tx: Any, value: Any, proxy: torch.fx.Proxy) -> VariableTracker:
+def _make_variable(tx: Any, value: Any, proxy: torch.fx.Proxy) -> VariableTracker:
     """Return a variable for ``value``, which is the result of ``proxy`` for an example."""
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return wrap_fx_proxy(tx, proxy, example_value=value)
     proxy.node.meta["example_value"] = value
     if isinstance(value, (tuple, list, dict)):
         pairs = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
-        items = [_variable(tx, x, _item(tx, proxy, key)) for key, x in pairs]
+        items = [_make_variable(tx, x, _make_item_node(tx, proxy, key)) for key, x in pairs]
         if isinstance(value, dict):
             items.insert(0, VariableTracker.build(tx, tuple(value)))
-        kinds = {tuple: _tuple, list: _list, dict: _dict, OrderedDict: _ordered}
+        kinds = {
+            tuple: _make_tuple,
+            list: _make_list,
+            dict: _make_dict,
+            OrderedDict: _make_ordered_dict,
+        }
         make = kinds.get(type(value), type(value))
         return VariableTracker.build(tx, make).call_function(tx, items, {})
     if callable(value):
-        function = VariableTracker.build(tx, _function)
+        function = VariableTracker.build(tx, _wrap_function)
         return function.call_function(tx, [FunctionVariable(proxy)], {})
     return VariableTracker.build(tx, value)
 
 
-def _item(tx: Any, proxy: torch.fx.Proxy, key: Any) -> torch.fx.Proxy:
+def _make_item_node(tx: Any, proxy: torch.fx.Proxy, key: Any) -> torch.fx.Proxy:
     return tx.output.create_proxy("call_function", operator.getitem, (proxy, key), {})
 
 
 # --- run by Dynamo -------------------------------------------------------------------------------
 
 
-def _function(variable: Any) -> Any:
+def _wrap_function(variable: Any) -> Any:
     """Wrap a variable as a function of Python's, which Dynamo knows better than forall's class."""
     return lambda *args, **kwargs: variable(*args, **kwargs)  # noqa: PLW0108
 
 
-def _tuple(*items: Any) -> tuple:
+def _make_tuple(*items: Any) -> tuple:
     return items
 
 
-def _list(*items: Any) -> list:
+def _make_list(*items: Any) -> list:
     return list(items)
 
 
-def _dict(keys: tuple, *items: Any) -> dict:
+def _make_dict(keys: tuple, *items: Any) -> dict:
     return dict(zip(keys, items, strict=True))
 
 
-def _ordered(keys: tuple, *items: Any) -> OrderedDict:
+def _make_ordered_dict(keys: tuple, *items: Any) -> OrderedDict:
     return OrderedDict(zip(keys, items, strict=True))

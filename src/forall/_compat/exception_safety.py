@@ -49,11 +49,11 @@ _IDLE: list[Any] = []
 PUT_BACK: list[Callable[[list, int], None]] = []
 
 
-class Here(threading.local):
+class RestoredState(threading.local):
     """The base of thread-local state that is restored."""
 
     @classmethod
-    def made(cls, *, idle: bool = False) -> Any:
+    def make_instance(cls, *, idle: bool = False) -> Any:
         """Create the one object of its class, which is restored with all others.
 
         State that is ``idle`` has its class's values outside of calls, and is not saved.
@@ -63,7 +63,7 @@ class Here(threading.local):
         return here
 
 
-class _Now(threading.local):
+class _OpenCalls(threading.local):
     before: Any = None  # the state before the outermost call of this thread
 
     def __init__(self) -> None:
@@ -71,17 +71,17 @@ class _Now(threading.local):
         self.dicts: list[dict] = []  # of the objects whose state is put back
 
 
-_now = _Now()
+_now = _OpenCalls()
 _guards: list[Any] = []
 _ever_called = False
 
 
-def has_called() -> bool:
+def has_called_transform() -> bool:
     """Return True if a transform has been called in this process."""
     return _ever_called
 
 
-def _entered(guard: Any) -> None:
+def _enter_for_good(guard: Any) -> None:
     """Enter a context of torch's for good, and keep it: dropping it would undo its change."""
     guard.__enter__()
     _guards.append(guard)
@@ -104,10 +104,10 @@ def contextmanager(func: Callable[P, Iterator[T]]) -> Callable[P, AbstractContex
     """Return a context manager as `contextlib.contextmanager` does, for contexts that set state."""
 
     @functools.wraps(func)
-    def made(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
+    def make_context(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
         return _Context(func, args, kwargs)
 
-    return made
+    return make_context
 
 
 def is_inside_call() -> bool:
@@ -120,18 +120,18 @@ def call_and_restore(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     global _ever_called  # noqa: PLW0603 - of the process, and set once
     _ever_called = True
     try:
-        _now.before = _found()
+        _now.before = _take_snapshot()
         result = func(*args, **kwargs)
         _now.before = None
     except BaseException:
         before, _now.before = _now.before, None
         if before is not None:
-            _put_back(before)
+            _restore_snapshot(before)
         raise
     return result
 
 
-def _found() -> tuple:
+def _take_snapshot() -> tuple:
     """Return this thread's state of torch and of forall."""
     now = _now
     dicts = now.dicts
@@ -144,21 +144,21 @@ def _found() -> tuple:
         _is_forward_on(),
         forward_ad._current_level,
         _keeps_casts(),
-        modes() if _count_modes() else (),
-        functions() if _count_functions() else (),
+        list_dispatch_modes() if _count_modes() else (),
+        list_function_modes() if _count_functions() else (),
         [*map(dict.copy, dicts)],
     )
 
 
-def _put_back(before: tuple) -> None:
+def _restore_snapshot(before: tuple) -> None:
     """Restore all state that has changed."""
     opened, on, grad, forward, level, caches, dispatch, function, ours = before
     while len(_now.open) > opened:
         with contextlib.suppress(Exception):  # its state may have been changed by others
             _now.open.pop().close()
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        left = _back(modes, dispatch, lambda: pop_mode(None), push_mode)
-        _back(functions, function, pop_functions, push_functions)
+        left = _restore_modes(list_dispatch_modes, dispatch, lambda: pop_mode(None), push_mode)
+        _restore_modes(list_function_modes, function, pop_functions, push_functions)
         torch.set_autocast_cache_enabled(caches)
         for tell in PUT_BACK:
             tell(left, level)
@@ -169,24 +169,24 @@ def _put_back(before: tuple) -> None:
                 now.clear()
                 now.update(was)
     if on and not _functions_are_on():
-        _entered(torch._C._EnableTorchFunction())
+        _enter_for_good(torch._C._EnableTorchFunction())
     torch._C._set_grad_enabled(grad)
     torch._C._set_fwd_grad_enabled(forward)
 
 
-def modes() -> tuple:
+def list_dispatch_modes() -> tuple:
     """Return the dispatch modes that are on, the outermost first."""
     at = torch._C._get_dispatch_stack_at
     return tuple(at(i) for i in range(_count_modes()))
 
 
-def functions() -> tuple:
+def list_function_modes() -> tuple:
     """Return the function modes that are on, the outermost first."""
     at = torch._C._get_function_stack_at
     return tuple(at(i) for i in range(_count_functions()))
 
 
-def _back(found: Callable[[], tuple], was: tuple, pop: Callable, push: Callable) -> list:
+def _restore_modes(found: Callable[[], tuple], was: tuple, pop: Callable, push: Callable) -> list:
     """Restore a stack of modes; return those that were left on."""
     now = found()
     same = 0

@@ -27,7 +27,7 @@ from forall._compat.private_api import (
     push_functions,
     push_mode,
 )
-from forall._compat.symbolic_zeros import LINEAR, plain_zeros, simpler
+from forall._compat.symbolic_zeros import LINEAR, make_plain_zeros, simplify_linear
 from forall._compat.wrapper_tensor import Wrapper
 
 if TYPE_CHECKING:
@@ -38,12 +38,14 @@ _BEFORE = torch._C.DispatchKey.PreDispatch
 _count_functions = torch._C._len_torch_function_stack
 
 
-def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+def call_after_autograd(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Return ``func(*args, **kwargs)``, recorded after autograd, with detached results."""
     with _after_autograd():
         result = func(*args, **kwargs)
         with functions_off():
-            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(result)):
+            if any(
+                isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.get_leaves(result)
+            ):
                 _warn()
             return pytree.map_tensors(torch.Tensor.detach, result)
 
@@ -58,7 +60,7 @@ def _warn() -> None:
     )
 
 
-class Recorded(_python_dispatch.TorchDispatchMode):
+class PlainOperatorMode(_python_dispatch.TorchDispatchMode):
     """A dispatch mode that replaces operators which such a tracer cannot record."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -70,9 +72,9 @@ class Recorded(_python_dispatch.TorchDispatchMode):
         if func is aten.is_same_size.default:
             return args[0].shape == args[1].shape
         if func is aten._efficientzerotensor.default:  # its kernels take no symbolic sizes
-            return plain_zeros(*args, **kwargs)
+            return make_plain_zeros(*args, **kwargs)
         if func in LINEAR:
-            known = simpler(func, args, kwargs)
+            known = simplify_linear(func, args, kwargs)
             if isinstance(known, torch.Tensor):
                 return known
             func, args, kwargs = known or (func, args, kwargs)
@@ -91,12 +93,12 @@ class _after_autograd:
         from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
         self.modes = []
-        while trace_modes.trace_before_autograd():
+        while trace_modes.is_pre_dispatch_tracing():
             self.modes.append(_python_dispatch._pop_mode(_BEFORE))
         for mode in reversed(self.modes):
             mode.pre_dispatch, mode._dispatch_key = False, None
             push_mode(mode)
-        push_mode(Recorded())
+        push_mode(PlainOperatorMode())
         self.functions = [pop_functions() for _ in range(_count_functions())]
         for mode in reversed(self.functions):
             if not isinstance(mode, PreDispatchTorchFunctionMode):

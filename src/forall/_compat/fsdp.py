@@ -18,13 +18,13 @@ _MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _METHODS = ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize_backward")
 
 
-class _State:
+class _PatchState:
     """A flag: True once the methods are wrapped. The user imports FSDP2, which takes long."""
 
     is_patched = False
 
 
-_state = _State()
+_state = _PatchState()
 
 
 def needs_patch() -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.func
 
 from forall._compat import exception_safety
-from forall._compat.dispatch_state import dynamo_loaded, in_torch_func, refuse_inside_linearize
+from forall._compat.dispatch_state import in_torch_func, is_dynamo_loaded, refuse_inside_linearize
 from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.versions import count_compiled_frames
 
@@ -26,46 +26,48 @@ if TYPE_CHECKING:
     from forall._compat.private_api import DispatchMode
 
 
-def needed() -> bool:
+def must_hand_over() -> bool:
     """Return True if torch's own transforms must run instead of forall's."""
     if torch.compiler.is_dynamo_compiling():
-        return _is_around()
+        return _is_in_torch_func()
     if in_torch_func():
         return True
     refuse_inside_linearize()
     return False
 
 
-def _is_around() -> bool:
+def _is_in_torch_func() -> bool:
     """Return True inside a transform of torch.func, which Dynamo enters while it traces."""
     return in_torch_func()
 
 
-vars(_is_around)["_dynamo_marked_constant"] = True  # Dynamo calls it, and uses the result
+vars(_is_in_torch_func)["_dynamo_marked_constant"] = True  # Dynamo calls it, and uses the result
 
 
 # As they are at import: `forall.install` may rebind these names later.
 OWN = {name: f for name, f in vars(torch.func).items() if callable(f)}
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
+def call_torch_func(name: str, *args: Any, **kwargs: Any) -> Any:
     """Return the result of torch.func's transform of this name."""
     return OWN[name](*args, **kwargs)
 
 
-def call_named(
+def vmap_with_named_dims(
     func: Callable, in_dims: tuple, out_dims: Any, randomness: str, chunk_size: Any
 ) -> Callable:
     """Return torch.func.vmap with dims for keyword arguments too: ``in_dims`` is (args, kwargs)."""
 
-    def unpacked(args: tuple, kwargs: dict) -> Any:
+    def call_unpacked(args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
-    mapped = call("vmap", unpacked, in_dims, out_dims, randomness, chunk_size=chunk_size)
+    mapped = call_torch_func(
+        "vmap", call_unpacked, in_dims, out_dims, randomness, chunk_size=chunk_size
+    )
     return lambda *args, **kwargs: mapped(args, kwargs)
 
 
-def linearize(func: Callable, primals: tuple) -> tuple[Any, Callable]:
+def linearize_by_jvp(func: Callable, primals: tuple) -> tuple[Any, Callable]:
     """Linearize a function by torch.func.jvp, which is right under every transform.
 
     torch.func.linearize's own program is constant in the point of linearisation, and Dynamo cannot
@@ -73,25 +75,25 @@ def linearize(func: Callable, primals: tuple) -> tuple[Any, Callable]:
     """
 
     def jvp_fn(*tangents: Any) -> Any:
-        return call("jvp", func, primals, tangents)[1]
+        return call_torch_func("jvp", func, primals, tangents)[1]
 
     return func(*primals), jvp_fn
 
 
-class _Eager(exception_safety.Here):
+class _EagerState(exception_safety.RestoredState):
     depth = 0
     callback: Any = None  # Dynamo's callback before the outermost call
 
 
-_eager = _Eager.made(idle=True)
+_eager = _EagerState.make_instance(idle=True)
 
 
-def runs_eagerly() -> bool:
+def is_running_transform() -> bool:
     """Return True while a transform of forall runs a function."""
     return _eager.depth > 0
 
 
-class eagerly:
+class run_eagerly:
     """A block in which functions run as plain Python, also those that torch.compile wraps.
 
     Dynamo would compile forall's handlers along with the user's function, or make one autograd node
@@ -104,7 +106,7 @@ class eagerly:
         _eager.depth += 1
         self.callback = None
         self.counted = 0
-        if dynamo_loaded():
+        if is_dynamo_loaded():
             compiler = sys.modules["torch._dynamo.eval_frame"]
             self.callback = compiler.set_eval_frame(None)
             if _eager.depth == 1:
@@ -112,7 +114,7 @@ class eagerly:
             # While frames are counted, fullgraph=True does not check how many it compiled.
             self.counted = count_compiled_frames(compiler, 0)
             if compiler._callback_from_stance is not _callback_from_stance:
-                _install(compiler)
+                _install_callback(compiler)
 
     def __exit__(self, *_: object) -> None:
         _eager.depth -= 1
@@ -124,19 +126,19 @@ class eagerly:
             sys.modules["torch._dynamo.eval_frame"].set_eval_frame(self.callback)
 
 
-def compiler_listens() -> bool:
+def is_dynamo_listening() -> bool:
     """Return True if Dynamo would compile the next Python function that is called."""
-    return dynamo_loaded() and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    return is_dynamo_loaded() and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
-def left_to_python(func: Callable) -> Callable:
+def exclude_from_dynamo(func: Callable) -> Callable:
     """Wrap ``func``, which runs forall's engine, so that Dynamo neither traces nor compiles it."""
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not compiler_listens():
+        if not is_dynamo_listening():
             return func(*args, **kwargs)
-        with eagerly():
+        with run_eagerly():
             return func(*args, **kwargs)
 
     # torch.compiler.disable sets this; importing that takes a second.
@@ -144,21 +146,21 @@ def left_to_python(func: Callable) -> Callable:
     return run
 
 
-def _compile_again(_left: list, _level: int) -> None:
+def _restore_callback(_left: list, _level: int) -> None:
     """Restore Dynamo's callback, if there was one before the outermost transform."""
     if _eager.callback is not None:
         sys.modules["torch._dynamo.eval_frame"].set_eval_frame(_eager.callback)
 
 
-exception_safety.PUT_BACK.append(_compile_again)
+exception_safety.PUT_BACK.append(_restore_callback)
 
 
-def push(mode: DispatchMode) -> bool:
+def push_mode_for_compiler(mode: DispatchMode) -> bool:
     """Push a mode; the mode's own entry, which takes longer, also informs Dynamo, if it may run.
 
     Return True if the mode was entered so.
     """
-    tells = dynamo_loaded() and not runs_eagerly()
+    tells = is_dynamo_loaded() and not is_running_transform()
     if tells:
         mode.__enter__()
     else:
@@ -166,7 +168,7 @@ def push(mode: DispatchMode) -> bool:
     return tells
 
 
-def pop(mode: DispatchMode, told: bool) -> None:
+def pop_mode_for_compiler(mode: DispatchMode, told: bool) -> None:
     if told:
         mode.__exit__(None, None, None)
     else:
@@ -181,6 +183,6 @@ def _callback_from_stance(callback: Any) -> Any:
     return None if _eager.depth else _torchs[0](callback)
 
 
-def _install(compiler: Any) -> None:
+def _install_callback(compiler: Any) -> None:
     _torchs[:] = [compiler._callback_from_stance]
     compiler._callback_from_stance = _callback_from_stance

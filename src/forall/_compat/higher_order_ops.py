@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 _redirected: set[str] = set()
 
 
-def _either(torchs: Callable, ours: Callable) -> Callable:
+def _choose_by_context(torchs: Callable, ours: Callable) -> Callable:
     """Return a function that is ``ours`` inside transforms of forall, and torch's elsewhere."""
 
     @functools.wraps(torchs)
     def either(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or not functorch_interop.runs_eagerly():
+        if torch.compiler.is_dynamo_compiling() or not functorch_interop.is_running_transform():
             return torchs(*args, **kwargs)
         return ours(*args, **kwargs)
 
@@ -39,7 +39,7 @@ def redirect(ours: Callable) -> None:
         return
     _redirected.add(name)
     torchs = getattr(torch._higher_order_ops, name)
-    either = _either(torchs, ours)
+    either = _choose_by_context(torchs, ours)
     own = sys.modules[f"torch._higher_order_ops.{name}"]  # the function of this name hides it
     for module in (own, torch._higher_order_ops, torch):
         if getattr(module, name, None) is torchs:
@@ -55,18 +55,18 @@ def redirect_flex_attention(attention: Callable, helpers: dict[str, Callable]) -
         return
     _redirected.add("flex_attention")
     operator = type(flex.flex_attention_hop)
-    operator.__call__ = _either(operator.__call__, lambda _self, *args: attention(*args))
-    own = {"_validate_device": _allow_devices, "setup_compilation_env": _not_compiled}
+    operator.__call__ = _choose_by_context(operator.__call__, lambda _self, *args: attention(*args))
+    own = {"_validate_device": _allow_devices, "setup_compilation_env": _run_uncompiled}
     for name, ours in {**helpers, **own}.items():
         if hasattr(flex, name):
-            setattr(flex, name, _either(getattr(flex, name), ours))
+            setattr(flex, name, _choose_by_context(getattr(flex, name), ours))
 
 
 @contextmanager
-def _not_compiled() -> Iterator[str]:
+def _run_uncompiled() -> Iterator[str]:
     """Make FlexAttention run its operator as it is, also before the compiler has been loaded."""
     import_module("torch._dynamo.eval_frame")  # takes seconds, so it is not imported earlier
-    with functorch_interop.eagerly():
+    with functorch_interop.run_eagerly():
         yield "eager"
 
 
@@ -74,7 +74,7 @@ def _allow_devices(*_: torch.Tensor) -> None:
     """Accept all devices, where torch's check refuses derivatives on a CPU for its own operator."""
 
 
-def is_identity(score_mod: Callable) -> bool:
+def is_identity_score(score_mod: Callable) -> bool:
     """Return True for FlexAttention's default score_mod."""
     return score_mod is getattr(flex, "_identity", None)
 

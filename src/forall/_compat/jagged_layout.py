@@ -15,38 +15,45 @@ from torch.nested._internal.nested_tensor import NestedTensor as Jagged
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Jagged", "components", "held_rows", "jagged_dim", "with_held_rows", "with_rows"]
+__all__ = [
+    "Jagged",
+    "split_components",
+    "get_raw_rows",
+    "find_jagged_dim",
+    "replace_raw_rows",
+    "replace_rows",
+]
 
 
-def held_rows(nested: torch.Tensor) -> torch.Tensor:
+def get_raw_rows(nested: torch.Tensor) -> torch.Tensor:
     """Return the rows as they are, without the history of the nested tensor."""
     whole: Any = nested
     return whole._values
 
 
-def with_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def replace_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return the same components with other rows, which torch combines with the offsets."""
     return torch.nested.nested_tensor_from_jagged(
-        rows, nested.offsets(), nested.lengths(), jagged_dim=jagged_dim(nested) + 1
+        rows, nested.offsets(), nested.lengths(), jagged_dim=find_jagged_dim(nested) + 1
     )
 
 
-def jagged_dim(nested: torch.Tensor) -> int:
+def find_jagged_dim(nested: torch.Tensor) -> int:
     """Return the dim of a component in which sizes differ: its size in the shape is symbolic."""
     (dim,) = (d for d, n in enumerate(nested.shape) if not isinstance(n, int))
     return dim - 1
 
 
-def components(nested: torch.Tensor) -> Sequence[torch.Tensor]:
+def split_components(nested: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the components as views with derivatives of any order; those of unbind have one."""
-    rows, starts, dim = nested.values(), nested.offsets().tolist(), jagged_dim(nested)
+    rows, starts, dim = nested.values(), nested.offsets().tolist(), find_jagged_dim(nested)
     if nested.lengths() is None:
         return rows.split([b - a for a, b in pairwise(starts)], dim)
     pairs = zip(starts[:-1], nested.lengths().tolist(), strict=True)
     return [rows.narrow(dim, start, n) for start, n in pairs]
 
 
-def with_held_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def replace_raw_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return the same components with other rows, for code below autograd."""
     whole: Any = nested
     names, kept = whole.__tensor_flatten__()

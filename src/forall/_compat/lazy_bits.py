@@ -27,12 +27,12 @@ _DUAL = {
 }
 
 
-def is_zeros(t: torch.Tensor) -> bool:
+def is_zero_tensor(t: torch.Tensor) -> bool:
     """Return True if a tensor is zeros that have no memory."""
     return t._is_zerotensor()
 
 
-def put_lazy_bits(wrapper: torch.Tensor, value: torch.Tensor) -> None:
+def copy_lazy_bits(wrapper: torch.Tensor, value: torch.Tensor) -> None:
     """Set the conj and neg bits of a wrapper like those of its value."""
     if value.is_conj():
         torch._C._set_conj(wrapper, True)
@@ -49,7 +49,7 @@ def attach_tangent(primal: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
     return torch._VF._make_dual(primal, tangent, level=0)
 
 
-def moving(a: Any) -> Any:
+def materialize_tangent(a: Any) -> Any:
     """Return a tensor with a tangent that has memory, even if it is zero."""
     if not isinstance(a, torch.Tensor) or not a.is_floating_point():
         return a
@@ -73,7 +73,7 @@ def set_lazy_bits(on: bool) -> None:
     set_excluded(ZEROS, off)
 
 
-def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
+def call_with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Call an operator from a Python handler, with kernels that look at the lazy bits.
 
     In inference mode the operators `_DUAL` are not decomposed on their way here. For a tensor made
@@ -93,8 +93,8 @@ def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
             set_excluded(VIEWS, True)
 
 
-class lazy_bits_off:
-    """A block inside `with_lazy_bits` for operations on a wrapper itself."""
+class disable_lazy_bits:
+    """A block inside `call_with_lazy_bits` for operations on a wrapper itself."""
 
     __slots__ = ("was",)
 
@@ -108,7 +108,7 @@ class lazy_bits_off:
         set_excluded(NEGATIVE, self.was[1])
 
 
-class lazy_zeros_pass:
+class pass_lazy_zeros:
     """A block in which zeros without memory reach the handlers of levels.
 
     Otherwise the kernel for such zeros comes first. It moves wrappers to the meta device and
@@ -128,8 +128,8 @@ class lazy_zeros_pass:
         set_excluded(ZEROS, self.was)
 
 
-class lazy_zeros_stay(lazy_zeros_pass):
-    """A block inside `lazy_zeros_pass` for plain kernels, which must not read such zeros."""
+class keep_lazy_zeros(pass_lazy_zeros):
+    """A block inside `pass_lazy_zeros` for plain kernels, which must not read such zeros."""
 
     __slots__ = ()
     passing = False

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _needs = attrgetter("requires_grad")
-# The version of a dict, which each write into it changes, if `is_counted`.
-writes_into = torch._C._dynamo.guards.dict_version
+# The version of a dict, which each write into it changes, if `is_versioned`.
+get_dict_version = torch._C._dynamo.guards.dict_version
 
 
-class _Object:
+class _Probe:
     """A class to find out whether writes of attributes change a dict's version."""
 
 
 def _counts_attributes() -> bool:
-    thing = _Object()
+    thing = _Probe()
     thing.attribute = 0
-    before = writes_into(vars(thing))
+    before = get_dict_version(vars(thing))
     thing.attribute = 1
-    return writes_into(vars(thing)) != before
+    return get_dict_version(vars(thing)) != before
 
 
 # Not in Python 3.13: what an object's `__dict__` holds may lie in the object itself, and is written
@@ -40,17 +40,17 @@ def _counts_attributes() -> bool:
 COUNTS_ATTRIBUTES = _counts_attributes()
 
 
-def beneath(names: Mapping) -> Any:
+def get_written_dict(names: Mapping) -> Any:
     """Return the dict that a class's attributes are written into; another mapping itself."""
     return gc.get_referents(names)[0] if type(names) is MappingProxyType else names
 
 
-def is_counted(names: Mapping) -> bool:
+def is_versioned(names: Mapping) -> bool:
     """Return True if each write into these names changes their version.
 
     In a Python that does not count writes of attributes, that is the dict of a module or a class.
     """
-    if type(beneath(names)) is not dict:
+    if type(get_written_dict(names)) is not dict:
         return False
     if COUNTS_ATTRIBUTES or type(names) is MappingProxyType:
         return True
@@ -59,7 +59,7 @@ def is_counted(names: Mapping) -> bool:
     return isinstance(module, ModuleType) and vars(module) is names
 
 
-def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+def make_tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """Return a check that other tensors match these; None if there is no such check.
 
     It compares class, shape, strides, dtype, device, whether they require grad, and the conj and
@@ -79,7 +79,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return lambda *others: look(*others) and [*map(_needs, others)] == needs
 
 
-def state() -> Callable[[], bool]:
+def make_state_check() -> Callable[[], bool]:
     """Return a check that torch's state is the same as now, but for inference mode.
 
     It compares grad mode, autocast, default dtype and determinism. It may fail for other changes

@@ -34,7 +34,7 @@ UFUNCS = frozenset(_UFUNC_NAMES.split())
 FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 
 
-def counterpart(func: Any) -> Callable | None:
+def find_counterpart(func: Any) -> Callable | None:
     """Return the function of torch's numpy layer with the same meaning, or None."""
     numpy = sys.modules["numpy"]
     if isinstance(func, numpy.ufunc):
@@ -53,7 +53,7 @@ def counterpart(func: Any) -> Callable | None:
     return found
 
 
-def array(a: Any) -> Any:
+def to_layer_arrays(a: Any) -> Any:
     """Convert tensors, and numpy's arrays and numbers, to arrays of torch's layer, in lists too."""
     import torch._numpy as layer
 
@@ -65,11 +65,11 @@ def array(a: Any) -> Any:
     if isinstance(a, type) and issubclass(a, numpy.generic):
         return getattr(layer, a.__name__)
     if isinstance(a, (list, tuple)):
-        return type(a)(map(array, a))
+        return type(a)(map(to_layer_arrays, a))
     return a
 
 
-def tensor(a: Any) -> Any:
+def to_tensors(a: Any) -> Any:
     """Convert arrays of torch's layer, or of numpy, to tensors, in lists too."""
     import torch._numpy as layer
 
@@ -79,11 +79,13 @@ def tensor(a: Any) -> Any:
     if isinstance(a, (numpy.ndarray, numpy.generic)):
         return torch.from_numpy(numpy.array(a))
     if isinstance(a, (list, tuple)):
-        return type(a)(map(tensor, a)) if type(a) in (list, tuple) else tuple(map(tensor, a))
+        return (
+            type(a)(map(to_tensors, a)) if type(a) in (list, tuple) else tuple(map(to_tensors, a))
+        )
     return a
 
 
-def plain(a: Any) -> Any:
+def to_numpy(a: Any) -> Any:
     """Return an ordinary tensor as numpy's array."""
     if not isinstance(a, torch.Tensor):
         return a
@@ -91,13 +93,13 @@ def plain(a: Any) -> Any:
         return a.detach().resolve_conj().resolve_neg().numpy()
 
 
-def is_array(a: Any) -> bool:
+def is_numpy_value(a: Any) -> bool:
     """Return True for an array or a number of numpy's own."""
     numpy = sys.modules["numpy"]
     return isinstance(a, (numpy.ndarray, numpy.generic))
 
 
-def ufunc(func: Any, method: str, inputs: tuple, kwargs: dict, level: Any) -> Any:
+def call_ufunc(func: Any, method: str, inputs: tuple, kwargs: dict, level: Any) -> Any:
     """Implement __array_ufunc__ for values of ``level``."""
     if kwargs.get("out") is not None:
         raise TypeError(
@@ -105,12 +107,12 @@ def ufunc(func: Any, method: str, inputs: tuple, kwargs: dict, level: Any) -> An
             "Use the result, or torch's operators."
         )
     if method != "__call__":
-        return level.by_numpy(getattr(func, method), inputs, kwargs)
+        return level.call_numpy(getattr(func, method), inputs, kwargs)
     if len(inputs) == 2 and isinstance(inputs[0], sys.modules["numpy"].generic):
         reflected = _REFLECTED.get(func.__name__)
         if reflected is not None:  # np.float64(2) * x asks numpy first; for a tensor it is torch's
             return getattr(inputs[1], reflected)(inputs[0].item())
-    return function(func, inputs, kwargs, level)
+    return call_array_function(func, inputs, kwargs, level)
 
 
 _REFLECTED = {
@@ -138,20 +140,20 @@ _FLOATS = frozenset({torch.float32, torch.float64, torch.complex64, torch.comple
 _LOOKS = {"ndim": torch.Tensor.dim, "shape": lambda x: x.shape, "size": torch.Tensor.numel}
 
 
-def function(func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
+def call_array_function(func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
     """Implement __array_function__ for values of ``level``."""
     if func.__name__ in _LOOKS and len(args) == 1 and isinstance(args[0], torch.Tensor):
         return _LOOKS[func.__name__](args[0])
-    ours = counterpart(func)
+    ours = find_counterpart(func)
     if ours is not None:
-        given = [array(a) for a in args]
-        named = {k: array(a) for k, a in kwargs.items()}
+        given = [to_layer_arrays(a) for a in args]
+        named = {k: to_layer_arrays(a) for k, a in kwargs.items()}
         if all(t.dtype in _FLOATS for t in _tensors(given[func.__name__ == "where" :], named)):
             try:
-                return tensor(ours(*given, **named))
+                return to_tensors(ours(*given, **named))
             except Exception:  # noqa: BLE001, S110 - numpy itself has the last word, errors too
                 pass
-    return level.by_numpy(func, args, kwargs)
+    return level.call_numpy(func, args, kwargs)
 
 
 def _tensors(given: Any, named: dict) -> list[torch.Tensor]:

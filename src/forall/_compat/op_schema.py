@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class Facts(NamedTuple):
+class OperatorFacts(NamedTuple):
     """The facts of an overload, read once: reading a schema costs more than a call."""
 
     mutates: tuple[int | str, ...]  # positions or (keyword-only) names, by its schema
@@ -54,7 +54,7 @@ met: set[Any] = set()
 
 
 @cache
-def facts(func: Any) -> Facts:
+def get_facts(func: Any) -> OperatorFacts:
     met.add(func)
     schema = func._schema
     mutates: list[int | str] = []
@@ -75,7 +75,7 @@ def facts(func: Any) -> Facts:
     running = tuple(i for i, n in enumerate(names) if n in _RUNNING)
     if not unsaid and set(running).isdisjoint(mutates):
         running = ()
-    return Facts(
+    return OperatorFacts(
         mutates=tuple(mutates),
         out_names=tuple(outs),
         view=returns_alias and not mutates,
@@ -95,29 +95,31 @@ def facts(func: Any) -> Facts:
     )
 
 
-def writes(func: Any, args: tuple) -> tuple[int | str, ...]:
-    """Return positions or names (see `Facts.mutates`) of the arguments that are written into.
+def find_written_args(func: Any, args: tuple) -> tuple[int | str, ...]:
+    """Return positions or names (see `OperatorFacts.mutates`) of the arguments that are written into.
 
     Schemas do not declare writes into running statistics, so all code calls this.
     """
-    fact = facts(func)
+    fact = get_facts(func)
     if fact.statistics and (fact.asks is None or args[fact.asks]):
         return (*fact.mutates, *(i for i in fact.statistics if i not in fact.mutates))
     return fact.mutates
 
 
-def written_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+def find_written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """Return the tensors that an operator writes into, those in lists too."""
-    return tensors_in(args[m] if isinstance(m, int) else kwargs.get(m) for m in writes(func, args))
+    return flatten_tensors(
+        args[m] if isinstance(m, int) else kwargs.get(m) for m in find_written_args(func, args)
+    )
 
 
-def tensors_in(found: Iterable[Any]) -> list[torch.Tensor]:
+def flatten_tensors(found: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among these, and in lists among them."""
     flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
     return [t for t in flat if isinstance(t, torch.Tensor)]
 
 
-def in_lists(f: Callable[[Any], Any], a: Any) -> Any:
+def map_in_lists(f: Callable[[Any], Any], a: Any) -> Any:
     """Return ``f`` of an argument, or a list with ``f`` of each entry.
 
     NOTE [functions that call themselves]
@@ -125,40 +127,45 @@ def in_lists(f: Callable[[Any], Any], a: Any) -> Any:
         captures. The garbage collector alone would free that, and with it the results of a call. So
         recursive functions are not nested, as here.
     """
-    return [in_lists(f, b) for b in a] if isinstance(a, (list, tuple)) else f(a)
+    return [map_in_lists(f, b) for b in a] if isinstance(a, (list, tuple)) else f(a)
 
 
-def in_arguments(f: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def map_arguments(f: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return an operator's arguments with ``f`` applied to each, also in lists."""
-    return tuple(in_lists(f, a) for a in args), {k: in_lists(f, a) for k, a in kwargs.items()}
+    return tuple(map_in_lists(f, a) for a in args), {
+        k: map_in_lists(f, a) for k, a in kwargs.items()
+    }
 
 
 @cache
-def functional_of(func: Any) -> Any | None:
+def find_functional(func: Any) -> Any | None:
     """Return the overload that computes the result of an in-place or out= overload, or None.
 
     If an out= form also writes into other arguments, so does the overload returned.
     """
-    return next((op for op, more in _alike(func) if not more), None)
+    return next((op for op, more in _find_similar_overloads(func) if not more), None)
 
 
 @cache
-def factory_of(func: Any) -> Any | None:
+def find_factory(func: Any) -> Any | None:
     """Return the overload that makes a new tensor of the result of an out= overload, or None.
 
     It takes the dtype and the device that out= has.
     """
-    if not facts(func).out_names:
+    if not get_facts(func).out_names:
         return None
-    return next((op for op, more in _alike(func) if {"dtype", "device"} <= more <= _NEW), None)
+    return next(
+        (op for op, more in _find_similar_overloads(func) if {"dtype", "device"} <= more <= _NEW),
+        None,
+    )
 
 
 _NEW = {"dtype", "layout", "device", "pin_memory"}
 
 
-def _alike(func: Any) -> list[tuple[Any, set[str]]]:
+def _find_similar_overloads(func: Any) -> list[tuple[Any, set[str]]]:
     """Return the overloads that take this one's arguments but for out=, and their further ones."""
-    fact = facts(func)
+    fact = get_facts(func)
     name = func.overloadpacket.__name__
     space = getattr(torch.ops, func.namespace)
     if fact.out_names:
@@ -173,6 +180,6 @@ def _alike(func: Any) -> list[tuple[Any, set[str]]]:
             takes = [(a.name, str(a.type)) for a in op._schema.arguments]
             more = [a for a in takes if a not in given]
             same = given == [a for a in takes if a not in more]
-            if op is not func and same and facts(op).mutates in {writes, ()}:
+            if op is not func and same and get_facts(op).mutates in {writes, ()}:
                 found.append((op, {argument for argument, _ in more}))
     return found

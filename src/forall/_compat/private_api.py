@@ -23,8 +23,8 @@ __all__ = [
     "SET_HOOKS",
     "SPARSE_SUM",
     "StorageWeakRef",
-    "decompositions",
-    "fast_operator",
+    "get_decompositions",
+    "get_fast_operator",
     "function_homes",
     "functions_pass",
     "has_global_hooks",
@@ -37,7 +37,7 @@ __all__ = [
     "split_tangent",
     "subclass_functions_are_on",
     "subclass_functions_off",
-    "version",
+    "get_version",
 ]
 
 DispatchKey = torch._C.DispatchKey
@@ -83,7 +83,7 @@ function_homes = (
 )
 
 
-def fast_operator(op: Any) -> Callable:
+def get_fast_operator(op: Any) -> Callable:
     """Return an operator without the checks in Python that precede it."""
     return op._op
 
@@ -100,7 +100,7 @@ SPARSE_SUM = torch._sparse_sum
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__
 
 
-def version(tensor: torch.Tensor) -> int:
+def get_version(tensor: torch.Tensor) -> int:
     """Return how often a tensor has been written to; -1 if torch does not count."""
     with torch._C.DisableTorchFunction():  # a level would return the version of its own value
         return -1 if tensor.is_inference() else tensor._version
@@ -119,7 +119,7 @@ has_global_hooks = torch.nn.modules.module._has_any_global_hook
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
-def decompositions() -> dict[Any, Callable]:
+def get_decompositions() -> dict[Any, Callable]:
     """Return torch's operators in terms of others, in Python. Importing them takes a while."""
     from torch._decomp import decomposition_table
 

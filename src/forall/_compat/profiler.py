@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound="Callable")
 
-is_on = torch._C._autograd._profiler_enabled
+is_profiling = torch._C._autograd._profiler_enabled
 
 
-def span(name: str) -> Any:
+def make_span(name: str) -> Any:
     """Return a context under this name. It is no operator, so modes do not see it."""
     return torch._C._profiler._RecordFunctionFast(f"forall.{name}")
 
 
-def named(told: Callable[[Any], str]) -> Callable[[F], F]:
+def profile_calls(told: Callable[[Any], str]) -> Callable[[F], F]:
     """Return a decorator for a transform, whose calls get the name ``told(func)`` in a profile."""
 
-    def decorated(transform: F) -> F:
+    def decorate(transform: F) -> F:
         @functools.wraps(transform)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not is_on():
+        def call_in_span(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not is_profiling():
                 return transform(*args, **kwargs)
-            with span(told(args[0] if args else kwargs.get("func"))):
+            with make_span(told(args[0] if args else kwargs.get("func"))):
                 return transform(*args, **kwargs)
 
-        return cast("F", called)
+        return cast("F", call_in_span)
 
-    return decorated
+    return decorate

@@ -272,20 +272,20 @@ def is_inert(value: Any) -> bool:
     return kind.__module__ == "numpy" and issubclass(kind, sys.modules["numpy"].generic)
 
 
-def is_question(value: Any) -> bool:
+def is_state_query(value: Any) -> bool:
     """Return True if a function reads torch's state, so that its result has to be guarded."""
-    return id(value) in _QUESTIONS or _is_of_onnx(value)
+    return id(value) in _QUESTIONS or _is_onnx_query(value)
 
 
-def _is_of_onnx(value: Any) -> bool:
+def _is_onnx_query(value: Any) -> bool:
     """Return True for onnx's function of its state; importing torch.onnx for it takes 0.2 s."""
     onnx = sys.modules.get("torch.onnx")
     return onnx is not None and value is getattr(onnx, "is_in_onnx_export", None)
 
 
-def is_torchs(value: Any) -> bool:
+def is_known_function(value: Any) -> bool:
     """Return True for a function of torch's that is known to be pure by its identity."""
-    return id(value) in _FUNCTIONS or _is_of_onnx(value)
+    return id(value) in _FUNCTIONS or _is_onnx_query(value)
 
 
 # Functions that read any attribute of their argument.
@@ -302,37 +302,37 @@ _OF_SCRIPTS = frozenset(f"prim::{name}" for name in _SCRIPTED.split())
 _NOT_OF_SCRIPTS = frozenset(f"aten::{name}" for name in TELLING | {"warn", "set_grad_enabled"})
 
 
-def _is_plain_script(function: torch.jit.ScriptFunction) -> bool:
+def _is_pure_script(function: torch.jit.ScriptFunction) -> bool:
     """Return True if a scripted function only calls operators, which the recorder sees."""
     return all(
         kind in _OF_SCRIPTS or (kind.startswith("aten::") and kind not in _NOT_OF_SCRIPTS)
-        for kind in _kinds(function.inlined_graph)
+        for kind in _iterate_node_kinds(function.inlined_graph)
     )
 
 
-def makes_lists(scripted: Any) -> bool:
+def has_tolist(scripted: Any) -> bool:
     """Return True if a scripted function makes a list of a tensor, whose memory it reads itself."""
-    return "prim::tolist" in _kinds(scripted.inlined_graph)
+    return "prim::tolist" in _iterate_node_kinds(scripted.inlined_graph)
 
 
-def _kinds(block: Any) -> Iterator[str]:
+def _iterate_node_kinds(block: Any) -> Iterator[str]:
     for node in block.nodes():
         yield node.kind()
         for inner in node.blocks():
-            yield from _kinds(inner)
+            yield from _iterate_node_kinds(inner)
 
 
-def is_trusted(value: Any) -> bool:
+def is_trusted_value(value: Any) -> bool:
     """Return True if a value of a library may be used: called, if it can be."""
-    if is_torchs(value) or is_inert(value):
+    if is_known_function(value) or is_inert(value):
         return True
     if isinstance(value, torch.jit.ScriptFunction):
-        return _is_plain_script(value)
+        return _is_pure_script(value)
     if value is operator.attrgetter or value is operator.methodcaller:
         return False  # they read attributes that the analysis does not see
     if isinstance(value, type):
         return _is_trusted_class(value)
-    if _is_of_numpy(value):
+    if _is_numpy_function(value):
         return True
     module = getattr(value, "__module__", None)
     module = module if isinstance(module, str) else ""  # an extension may have put anything there
@@ -347,7 +347,7 @@ def is_trusted(value: Any) -> bool:
     return isinstance(value, (OpOverload, OpOverloadPacket))
 
 
-def _is_of_numpy(value: Any) -> bool:
+def _is_numpy_function(value: Any) -> bool:
     """Return True for a function of numpy's that computes numbers from numbers."""
     numpy = sys.modules.get("numpy")
     kind = type(value)
@@ -370,7 +370,10 @@ def _is_trusted_class(kind: type) -> bool:
         kinds = (numpy.ndarray, numpy.generic, numpy.ufunc, numpy.dtype, type(numpy.sum))
         return issubclass(kind, kinds) or kind is type(numpy.dtype)
     return (
-        module in _MODULES or module.startswith(_CLASSES) or kind in _BASES or _is_namedtuple(kind)
+        module in _MODULES
+        or module.startswith(_CLASSES)
+        or kind in _BASES
+        or _is_collections_namedtuple(kind)
     )
 
 
@@ -408,11 +411,11 @@ def is_trusted_base(kind: type) -> bool:
         or kind.__module__ in ("typing", "typing_extensions", "enum", "abc")
         or kind.__module__.startswith(_CLASSES)
         or (kind.__module__ == "builtins" and kind.__name__ in BUILTINS)
-        or _is_namedtuple(kind)
+        or _is_collections_namedtuple(kind)
     )
 
 
-def _is_namedtuple(kind: type) -> bool:
+def _is_collections_namedtuple(kind: type) -> bool:
     """Return True if `collections.namedtuple` made all methods of a class."""
     if kind.__bases__ != (tuple,) or "_fields" not in vars(kind):
         return False
@@ -421,13 +424,13 @@ def _is_namedtuple(kind: type) -> bool:
     return all(home == "collections" or home.startswith("namedtuple_") for home in homes)
 
 
-def definition_of(op: Any) -> Any:
+def find_op_definition(op: Any) -> Any:
     """Return the `torch.library.custom_op` that holds an operator's functions, or None."""
     packet = getattr(op, "overloadpacket", op)
     return custom_ops.OPDEFS.get(packet._qualified_op_name)
 
 
-def is_made_of_users_calls(op: Any) -> bool:
+def is_python_composite(op: Any) -> bool:
     """Return True for an operator that a user's Python function implements by other operators.
 
     The function is registered by name and kept where Python does not find it, so its code cannot be

@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
-    "Outline",
+    "TreeOutline",
     "TreeSpec",
     "are_leaves",
-    "classes",
+    "find_classes",
     "flatten",
-    "fresh",
+    "copy_contexts",
     "keystr",
-    "leaves",
+    "get_leaves",
     "map_tensors",
-    "prefix",
-    "text",
+    "broadcast_prefix",
+    "format_tree",
     "tree_flatten_with_path",
     "tree_map",
     "unflatten",
 ]
 
 
-class _Unusual(Exception):  # noqa: N818 - no error: another way is taken
+class _UnknownNode(Exception):  # noqa: N818 - no error: another way is taken
     """A signal that a tree has nodes which only torch's registry can flatten."""
 
 
@@ -61,7 +61,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     found: list[Any] = []
     try:
         outline = _walk(tree, found)
-    except _Unusual:
+    except _UnknownNode:
         return tree_flatten(tree)
     spec = _specs.get(outline)
     if spec is None:
@@ -73,10 +73,10 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return found, spec
 
 
-class Outline:
+class TreeOutline:
     """The structure of trees, at less cost than specs, with their leaves and containers.
 
-    The outline that `of` returns for a tree is hashable, and None for a leaf. It leaves out the
+    The outline that `outline_node` returns for a tree is hashable, and None for a leaf. It leaves out the
     identity of the containers, which are ``nodes``. Of ``odd`` nodes the outline has the class
     alone: each is listed with its children and its context.
     """
@@ -88,7 +88,7 @@ class Outline:
         self.nodes: list[Any] = []
         self.odd: list[tuple[Any, list[Any], Any]] = []
 
-    def of(self, node: Any) -> Any:
+    def outline_node(self, node: Any) -> Any:
         kind = type(node)
         if kind in _LEAVES:
             return self.leaves.append(node)
@@ -113,7 +113,7 @@ class Outline:
         return (_ODD, kind, *self.all(children))
 
     def all(self, nodes: Iterable[Any]) -> list[Any]:
-        add, of = self.leaves.append, self.of
+        add, of = self.leaves.append, self.outline_node
         return [add(node) if type(node) in _LEAVES else of(node) for node in nodes]
 
 
@@ -123,27 +123,27 @@ _ODD = object()
 _NAMED: Any = next(kind for kind in BUILTIN_TYPES if not isinstance(kind, type))  # `namedtuple`
 
 
-def classes(spec: TreeSpec) -> set[type]:
+def find_classes(spec: TreeSpec) -> set[type]:
     """Return the classes of a tree's containers, but for those of Python's own."""
     kind = spec._context if spec.type is _NAMED else spec.type
     own = set() if kind is None or kind in _PYTHONS else {kind}
-    return own.union(*map(classes, spec._children))
+    return own.union(*map(find_classes, spec._children))
 
 
 _PYTHONS = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 
 
-def contexts(spec: TreeSpec) -> list[Any]:
+def find_contexts(spec: TreeSpec) -> list[Any]:
     """Return the contexts of a tree's containers, but for those of Python's own."""
     own = [] if spec.type is None or spec.type in BUILTIN_TYPES else [spec._context]
-    return [*own, *(c for child in spec._children for c in contexts(child))]
+    return [*own, *(c for child in spec._children for c in find_contexts(child))]
 
 
-def held_by(thing: Any) -> list[Any]:
+def find_held_leaves(thing: Any) -> list[Any]:
     """Return the leaves of an object's attributes, in slots as well."""
     names = getattr(type(thing), "__slots__", ())
     slots = [getattr(thing, n, None) for n in ((names,) if isinstance(names, str) else names)]
-    return leaves([getattr(thing, "__dict__", None), slots])
+    return get_leaves([getattr(thing, "__dict__", None), slots])
 
 
 def _walk(node: Any, found: list[Any]) -> Any:
@@ -155,12 +155,12 @@ def _walk(node: Any, found: list[Any]) -> Any:
     if kind is dict:
         for key in node:
             if type(key) is not str:  # True and 1 are one key, but not one name
-                raise _Unusual
+                raise _UnknownNode
         return (dict, *node, *[_walk(child, found) for child in node.values()])
     if kind is tuple or kind is list:
         return (kind, *[_walk(child, found) for child in node])
     if kind in SUPPORTED_NODES or issubclass(kind, tuple):
-        raise _Unusual
+        raise _UnknownNode
     found.append(node)
     return None
 
@@ -172,21 +172,21 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
         raise ValueError(f"unflatten: {len(given)} leaves for a tree of {spec.num_leaves}")
     if spec.type is None:
         return given[0]
-    return _built(spec, iter(given))
+    return _build_tree(spec, iter(given))
 
 
-def fresh(spec: TreeSpec) -> TreeSpec:
+def copy_contexts(spec: TreeSpec) -> TreeSpec:
     """Return a spec whose contexts have containers of their own."""
     if type(spec) is not TreeSpec or spec.type is None:
         return spec
-    children = [*map(fresh, spec._children)]
-    kept = spec._context if spec.type in BUILTIN_TYPES else _copied(spec._context)
+    children = [*map(copy_contexts, spec._children)]
+    kept = spec._context if spec.type in BUILTIN_TYPES else _copy_containers(spec._context)
     if kept is spec._context and all(map(is_, children, spec._children)):
         return spec
     return TreeSpec(spec.type, kept, children)
 
 
-def is_alike(spec: TreeSpec, other: TreeSpec) -> bool:
+def has_same_structure(spec: TreeSpec, other: TreeSpec) -> bool:
     """True if specs are equal, or differ only in contexts that hold the same.
 
     A context of a class without an equality equals itself alone. So a context that a function
@@ -198,7 +198,7 @@ def is_alike(spec: TreeSpec, other: TreeSpec) -> bool:
         spec.type is other.type
         and len(spec._children) == len(other._children)
         and holds_same(spec._context, other._context)
-        and all(map(is_alike, spec._children, other._children))
+        and all(map(has_same_structure, spec._children, other._children))
     )
 
 
@@ -228,23 +228,23 @@ class _Plain:
     """An object whose attributes are all that it holds."""
 
 
-def _copied(x: Any) -> Any:
+def _copy_containers(x: Any) -> Any:
     kind = type(x)
     if kind is tuple:
-        found = tuple(map(_copied, x))
+        found = tuple(map(_copy_containers, x))
         return x if all(map(is_, found, x)) else found
     if kind is dict or kind is OrderedDict:
-        return kind((k, _copied(v)) for k, v in x.items())
+        return kind((k, _copy_containers(v)) for k, v in x.items())
     if kind is list or kind is set or kind is deque:
-        return deque(x, x.maxlen) if kind is deque else kind(map(_copied, x))
+        return deque(x, x.maxlen) if kind is deque else kind(map(_copy_containers, x))
     return x
 
 
-def _built(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
+def _build_tree(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
     kind = spec.type
     if kind is None:
         return next(leaves)
-    children = [_built(child, leaves) for child in spec._children]
+    children = [_build_tree(child, leaves) for child in spec._children]
     if kind is tuple:
         return tuple(children)
     if kind is list:
@@ -260,34 +260,34 @@ def _built(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
         return spec._context._make(children)
 
 
-def leaves(tree: Any) -> list[Any]:
+def get_leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree."""
     found: list[Any] = []
     try:
         _walk(tree, found)
-    except _Unusual:
+    except _UnknownNode:
         return tree_leaves(tree)
     return found
 
 
-def prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
+def broadcast_prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
     """Return ``tree`` broadcast to a leaf for every leaf of ``spec``; None if it does not fit."""
     if tree is None or type(tree) is int:  # one for all, without a walk
         return [tree] * spec.num_leaves
     if type(tree) is tuple and spec.type is tuple and len(tree) == spec.num_children:
         found: list[Any] = []
         for i, branch in enumerate(tree):
-            part = prefix(branch, spec.child(i))
+            part = broadcast_prefix(branch, spec.child(i))
             if part is None:
                 return None
             found += part
         return found
-    if any(map(is_dataclass, classes(spec))):
-        return _prefix_by_fields(tree, spec)
+    if any(map(is_dataclass, find_classes(spec))):
+        return _broadcast_by_fields(tree, spec)
     return _broadcast_to_and_flatten(tree, spec)
 
 
-def _prefix_by_fields(tree: Any, spec: TreeSpec) -> list[Any] | None:
+def _broadcast_by_fields(tree: Any, spec: TreeSpec) -> list[Any] | None:
     """Broadcast a tree with dataclasses, for which torch drops children that are None."""
     kind = spec.type
     own = _NAMED if is_namedtuple_class(type(tree)) else type(tree)
@@ -296,7 +296,7 @@ def _prefix_by_fields(tree: Any, spec: TreeSpec) -> list[Any] | None:
     if kind is None or own is not kind:
         return None
     if is_dataclass(kind):
-        names = _fields_of_children(kind, spec)
+        names = _find_child_fields(kind, spec)
         if None in names:
             return _broadcast_to_and_flatten(tree, spec)
         branches = [getattr(tree, name, None) for name in names]
@@ -306,14 +306,14 @@ def _prefix_by_fields(tree: Any, spec: TreeSpec) -> list[Any] | None:
             return None
     found: list[Any] = []
     for branch, child in zip(branches, spec.children(), strict=True):
-        part = prefix(branch, child)
+        part = broadcast_prefix(branch, child)
         if part is None:
             return None
         found += part
     return found
 
 
-def _fields_of_children(kind: type, spec: TreeSpec) -> list[str | None]:
+def _find_child_fields(kind: type, spec: TreeSpec) -> list[str | None]:
     """Return the names of the fields that hold a dataclass's children; None if unknown."""
     marks = [_Star() for _ in range(spec.num_children)]
     try:
@@ -329,7 +329,7 @@ class _Star:
         return "*"
 
 
-def text(spec: TreeSpec) -> str:
+def format_tree(spec: TreeSpec) -> str:
     """Return a tree's structure as its user would write it, with a star for every leaf."""
     shown = repr(unflatten([_Star()] * spec.num_leaves, spec))
     return shown if len(shown) <= 60 else shown[:57] + "..."

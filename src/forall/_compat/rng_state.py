@@ -8,7 +8,7 @@ import torch
 
 from forall._compat import exception_safety
 from forall._compat.device_threads import has_device_threads
-from forall._compat.devices import unwatched
+from forall._compat.devices import hide_from_observers
 from forall._compat.exception_safety import contextmanager
 
 if TYPE_CHECKING:
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     States = dict[torch.device | torch.Generator, torch.Tensor]
 
 
-class _Noting(exception_safety.Here):
+class _OpenRecords(exception_safety.RestoredState):
     states: tuple[States, ...] = ()
 
 
-_noting = _Noting.made()
+_noting = _OpenRecords.make_instance()
 
 
-def states(leaves: Iterable[Any]) -> States:
+def save_states(leaves: Iterable[Any]) -> States:
     """Return the states of the CPU, of all devices in use and of the generators given.
 
     A function may draw on a device that holds none of its arguments.
     """
-    with unwatched():
+    with hide_from_observers():
         return {
             torch.device("cpu"): torch.get_rng_state(),
-            **{d: _read(d) for d in _devices()},
+            **{d: _read(d) for d in _find_used_devices()},
             **{g: g.get_state() for g in leaves if isinstance(g, torch.Generator)},
         }
 
 
-def _devices() -> list[torch.device]:
+def _find_used_devices() -> list[torch.device]:
     """Return the accelerator's devices, if one has been used: a query must not initialise them."""
     if not has_device_threads():
         return []
@@ -62,8 +62,8 @@ def _write(state: torch.Tensor, device: torch.device) -> None:
         module.set_rng_state(state, device)
 
 
-def restore(saved: States) -> None:
-    with unwatched():
+def restore_states(saved: States) -> None:
+    with hide_from_observers():
         for key, state in saved.items():
             if isinstance(key, torch.Generator):
                 key.set_state(state)
@@ -74,7 +74,7 @@ def restore(saved: States) -> None:
 
 
 @contextmanager
-def noting(saved: States) -> Iterator[None]:
+def record_new_states(saved: States) -> Iterator[None]:
     """Add states of users' generators before their first draw in the block to ``saved``."""
     was, _noting.states = _noting.states, (*_noting.states, saved)
     try:
@@ -83,17 +83,17 @@ def noting(saved: States) -> Iterator[None]:
         _noting.states = was
 
 
-def note(args: Iterable[Any]) -> None:
+def record_draw(args: Iterable[Any]) -> None:
     """Record the states of the generators in the arguments of a draw about to be made."""
     if _noting.states:
         for a in args:
             if isinstance(a, torch.Generator):
                 for saved in _noting.states:
-                    if not is_among(a, saved):
+                    if not is_same_generator_in(a, saved):
                         saved[a] = a.get_state()
 
 
-def is_among(generator: torch.Generator, others: Iterable[Any]) -> bool:
+def is_same_generator_in(generator: torch.Generator, others: Iterable[Any]) -> bool:
     """Return True if a generator is one of others.
 
     An operator receives a Python object of its own for a generator, so they are compared in C.
@@ -101,7 +101,7 @@ def is_among(generator: torch.Generator, others: Iterable[Any]) -> bool:
     return any(isinstance(g, torch.Generator) and g._cdata == generator._cdata for g in others)
 
 
-def of(args: Iterable[Any]) -> torch.Generator:
+def find_generator(args: Iterable[Any]) -> torch.Generator:
     """Return the generator that a draw with these arguments uses."""
     device = torch.device("cpu")
     for a in args:

@@ -13,13 +13,13 @@ def has_memory(t: torch.Tensor) -> bool:
     return type(t) in PLAIN and t.layout is torch.strided and not t.is_quantized
 
 
-def is_alone(t: torch.Tensor) -> bool:
+def is_sole_owner(t: torch.Tensor) -> bool:
     """Return True if no other tensor shares this one's memory."""
     storage = t.untyped_storage()  # this is one more reference
     return torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
-def storage_of(t: torch.Tensor) -> int:
+def get_storage_id(t: torch.Tensor) -> int:
     """Return a number that is the same for all tensors which share this one's memory."""
     return t.untyped_storage()._cdata
 

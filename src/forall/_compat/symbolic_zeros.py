@@ -2,7 +2,7 @@
 
 torch's own have no memory, and 0 * inf is 0 for them, so arguments without a tangent add nothing.
 They rely on a dispatch key that is excluded inside handlers. So forall's are ordinary zeros with a
-mark, and a level calls `simpler` before it multiplies or adds.
+mark, and a level calls `simplify_linear` before it multiplies or adds.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from forall._compat.dispatch_state import aside, functions_off, no_dispatch
 from forall._compat.shapes import broadcast_shapes
 from forall._compat.trace_modes import (
-    functional_tensors_are_on,
-    is_traced,
-    lie_beneath,
-    unseen,
+    has_foreign_mode,
+    hide_own_tensors,
+    is_compiler_tensor,
+    is_functionalizing,
 )
 from forall._compat.wrapper_tensor import Wrapper
 
@@ -31,15 +31,15 @@ _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 LINEAR = _SUMS | _DOTS | _PULLBACKS | {aten.mul.Tensor, aten.div.Tensor}
 
 
-def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+def make_plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Return ordinary zeros for aten._efficientzerotensor, whatever levels are active.
 
     Formulas may treat a tensor of rank 0 as a Python number, which torch then reads: neither a
     wrapper nor a fake tensor has data. Functional tensors wrap fake ones, and the tensors that
     their formulas save for a backward pass must be fake too.
     """
-    single = tuple(args[0]) == () and not functional_tensors_are_on()
-    with functions_off(), no_dispatch() if single else unseen():
+    single = tuple(args[0]) == () and not is_functionalizing()
+    with functions_off(), no_dispatch() if single else hide_own_tensors():
         zeros: Any = torch.zeros(*args, **kwargs)
         zeros.never_moves = not zeros.is_inference()
         for told in aside.told:
@@ -47,20 +47,24 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
         return zeros
 
 
-def simpler(func: Any, args: tuple, kwargs: dict) -> Any:
+def simplify_linear(func: Any, args: tuple, kwargs: dict) -> Any:
     """Return zeros, or a simpler call, for an operator of `LINEAR` on marked zeros; else None."""
     x, y = args[:2]
     if func not in _SUMS:
         second = func is aten.mul.Tensor or func in _DOTS
-        return _zeros(func, x, y) if _is_zero(x) or (second and _is_zero(y)) else None
-    if _is_zero(x) and func is aten.add.Tensor and not kwargs:
+        return (
+            _make_product_zeros(func, x, y)
+            if _is_marked_zero(x) or (second and _is_marked_zero(y))
+            else None
+        )
+    if _is_marked_zero(x) and func is aten.add.Tensor and not kwargs:
         x, y = y, x
-    if _is_zero(y) and isinstance(x, torch.Tensor) and _is_of_sum(x, y):
+    if _is_marked_zero(y) and isinstance(x, torch.Tensor) and _has_sum_metadata(x, y):
         return aten.clone.default, (x,), {}
     return None
 
 
-def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
+def _make_product_zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
     """Return the product of zeros with another operand."""
     with functions_off(), no_dispatch():
         dtype = torch.result_type(x, y)
@@ -68,10 +72,10 @@ def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
         shape = broadcast_shapes(*(() if func in _DOTS else (a.shape for a in tensors)))
         devices = [a.device for a in tensors]  # a CPU scalar combines with any device
         device = next((d for d in devices if d.type != "cpu"), devices[0])
-    return plain_zeros(shape, dtype=dtype, device=device)
+    return make_plain_zeros(shape, dtype=dtype, device=device)
 
 
-def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _has_sum_metadata(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return True if a tensor has the shape, dtype and device of its sum with another."""
     with functions_off():
         if x.device != y.device:  # a fake tensor's is "meta" without dispatch
@@ -81,11 +85,11 @@ def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
             return same and broadcast_shapes(x.shape, y.shape) == x.shape
 
 
-def _is_zero(a: Any) -> bool:
+def _is_marked_zero(a: Any) -> bool:
     """Return True if a value at any level is marked zeros and has not been written to."""
     while isinstance(a, Wrapper) and getattr(a, "axis", None) is None:
         a = a.value
-    plain = type(a) is torch.Tensor or (lie_beneath() and is_traced(a))
+    plain = type(a) is torch.Tensor or (has_foreign_mode() and is_compiler_tensor(a))
     if not plain or not getattr(a, "never_moves", False):
         return False
     with torch._C.DisableTorchFunction():

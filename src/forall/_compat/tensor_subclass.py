@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from forall._compat import numpy_interop
 from forall._compat.dispatch_state import (
-    dispatch_modes,
+    count_dispatch_modes,
     functions_off,
     has_own_dispatch,
     no_dispatch,
@@ -38,8 +38,8 @@ from forall._compat.wrapper_tensor import (
     OURS,
     OVERRIDDEN,
     Wrapper,
-    look_like,
-    shell,
+    copy_metadata,
+    make_shell,
 )
 
 if TYPE_CHECKING:
@@ -53,39 +53,39 @@ _torchs_new = torch.Tensor.__new__
 _torchs_parameter = torch.nn.Parameter.__new__
 
 
-class _Posing:
+class _PosingState:
     """A flag: True once any tensor has been posed in this process; checks cost nothing before."""
 
     used = False
 
 
-posing = _Posing()
+posing = _PosingState()
 _known: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _SILENT = {torch._C._disabled_torch_function_impl}  # as a Parameter is
 
 
-def _function(kind: type) -> Any:
+def _get_torch_function(kind: type) -> Any:
     return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
 
 
-def has_own_meaning(kind: type) -> bool:
+def has_own_torch_function(kind: type) -> bool:
     """True if a subclass of Tensor takes part in calls by its own __torch_function__."""
     if kind is _Tensor:
         return False
     kind = users_class(kind)
     known = _known.get(kind)
     if known is None:
-        known = not issubclass(kind, Wrapper) and _function(kind) not in _SILENT
+        known = not issubclass(kind, Wrapper) and _get_torch_function(kind) not in _SILENT
         _known[kind] = known
     return known
 
 
-def only_keeps_class(kind: type) -> bool:
+def only_preserves_class(kind: type) -> bool:
     """True if a subclass changes nothing about calls but the class of their results."""
-    return _function(kind) is _function(_Tensor)
+    return _get_torch_function(kind) is _get_torch_function(_Tensor)
 
 
-def is_worn(kind: type) -> bool:
+def can_be_posed(kind: type) -> bool:
     """True if a value of a level can be posed as an instance of this class.
 
     A class with its own dispatch holds tensors that a wrapper does not have.
@@ -96,7 +96,7 @@ def is_worn(kind: type) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Posed:
+class PosedTensor:
     """The base before the user's class in the class of a posed tensor."""
 
     __slots__ = ()
@@ -110,35 +110,35 @@ class Posed:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return called_by_class(func, types, args, kwargs or {})
+        return call_users_classes(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return taken_out(None, func, args, kwargs or {})
+        return run_on_wrappers(None, func, args, kwargs or {})
 
 
-class _Defaults(torch.Tensor):
+class _TensorProtocols(torch.Tensor):
     """The base between the user's class and Tensor: protocols that Tensor leaves out."""
 
     _forall_bare: Wrapper
 
     def __copy__(self) -> _Tensor:
-        return carried(self._forall_bare.__copy__(), self)
+        return restore_users_class(self._forall_bare.__copy__(), self)
 
     def __deepcopy__(self, memo: dict) -> _Tensor:
-        copy = memo[id(self)] = carried(self._forall_bare.__deepcopy__(memo), self)
+        copy = memo[id(self)] = restore_users_class(self._forall_bare.__deepcopy__(memo), self)
         return copy
 
     def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        inputs, kwargs, _ = unposed(inputs, kwargs)
-        out = numpy_interop.ufunc(func, method, inputs, kwargs, self._forall_bare.level)
-        return worn(out, kind_of(self)) if isinstance(out, Wrapper) else out
+        inputs, kwargs, _ = unwrap_posed_args(inputs, kwargs)
+        out = numpy_interop.call_ufunc(func, method, inputs, kwargs, self._forall_bare.level)
+        return convert_to_class(out, get_users_class(self)) if isinstance(out, Wrapper) else out
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs, _ = unposed(args, kwargs)
-        return numpy_interop.function(func, args, kwargs, self._forall_bare.level)
+        args, kwargs, _ = unwrap_posed_args(args, kwargs)
+        return numpy_interop.call_array_function(func, args, kwargs, self._forall_bare.level)
 
 
 class _PosedMeta(type):
@@ -160,10 +160,10 @@ _classes: WeakKeyDictionary[type, ref[type]] = WeakKeyDictionary()
 
 def users_class(kind: type) -> type:
     """Return the user's class for the class of a posed tensor; any other class as it is."""
-    return kind.kind if issubclass(kind, Posed) else kind
+    return kind.kind if issubclass(kind, PosedTensor) else kind
 
 
-def _posed_class(kind: type) -> type:
+def _get_posed_class(kind: type) -> type:
     """Return the class of posed tensors of a user's class, created at the first use.
 
     Neither a metaclass of the user's nor ``__init_subclass__`` is called. Both tables are weak: the
@@ -175,7 +175,7 @@ def _posed_class(kind: type) -> type:
         meta = _metas.get(type(kind))
         if meta is None:
             meta = _metas[type(kind)] = type(type(kind).__name__, (_PosedMeta, type(kind)), {})
-        bases = (Posed, kind, _Defaults)
+        bases = (PosedTensor, kind, _TensorProtocols)
         names = {
             "__slots__": ("_forall_bare",),
             "__class__": kind,  # for isinstance and `x.__class__`; `type(x)` is the class itself
@@ -190,7 +190,7 @@ def _posed_class(kind: type) -> type:
     return made
 
 
-class _Making(DispatchMode):
+class _PoseMode(DispatchMode):
     """A mode that makes autograd's alias of a wrapper a posed tensor, which gets the history."""
 
     def __init__(self, kind: type, of: Wrapper) -> None:  # instead of the mode's own
@@ -200,7 +200,7 @@ class _Making(DispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if func is _alias and args[0] is self.of:
-            return shell(_posed_class(self.kind), self.of)  # pyright: ignore[reportArgumentType]
+            return make_shell(_get_posed_class(self.kind), self.of)  # pyright: ignore[reportArgumentType]
         return func(*args, **(kwargs or {}))
 
 
@@ -208,7 +208,7 @@ def pose(wrapper: Wrapper, kind: type) -> Any:
     """Return a posed tensor of a class of the user's that holds this very wrapper."""
     posing.used = True
     # torch 2.10 crashes if a mode that is popped has no reference but the stack of modes.
-    mode = _Making(kind, wrapper)
+    mode = _PoseMode(kind, wrapper)
     with functions_off():
         push_mode(mode)
         try:
@@ -219,23 +219,23 @@ def pose(wrapper: Wrapper, kind: type) -> Any:
     return made
 
 
-def bare(x: Any) -> Any:
+def unwrap_posed(x: Any) -> Any:
     """Return the wrapper that a posed tensor holds; anything else as it is."""
-    return x._forall_bare if posing.used and isinstance(x, Posed) else x
+    return x._forall_bare if posing.used and isinstance(x, PosedTensor) else x
 
 
 def is_posed(x: Any) -> bool:
     """True if this is a posed tensor."""
-    return posing.used and isinstance(x, Posed)
+    return posing.used and isinstance(x, PosedTensor)
 
 
-def kind_of(tensor: torch.Tensor) -> type:
+def get_users_class(tensor: torch.Tensor) -> type:
     """Return the class of a tensor as its user knows it."""
     kind = users_class(type(tensor))
     return _Tensor if issubclass(kind, Wrapper) else kind
 
 
-def attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def get_users_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that the user has set on a tensor."""
     own = vars(tensor)
     if own and isinstance(tensor, Wrapper):
@@ -243,7 +243,7 @@ def attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return own
 
 
-def carried(new: torch.Tensor, old: torch.Tensor) -> Any:
+def restore_users_class(new: torch.Tensor, old: torch.Tensor) -> Any:
     """Return ``new`` in the class, and with the attributes, that the user knows ``old`` by."""
     kind = type(old)
     if kind is _Tensor:
@@ -253,18 +253,18 @@ def carried(new: torch.Tensor, old: torch.Tensor) -> Any:
     if new is old:
         return new
     if not issubclass(kind, Wrapper):
-        if not issubclass(kind, Posed) and has_own_dispatch(kind):
+        if not issubclass(kind, PosedTensor) and has_own_dispatch(kind):
             return new  # its class's own operators have set its attributes
         kind = users_class(kind)
-        if is_worn(kind):
-            new = worn(new, kind)
-    own = attributes(old)
+        if can_be_posed(kind):
+            new = convert_to_class(new, kind)
+    own = get_users_attributes(old)
     if own:
         new.__dict__.update(own)
     return new
 
 
-def worn(tensor: torch.Tensor, kind: type) -> Any:
+def convert_to_class(tensor: torch.Tensor, kind: type) -> Any:
     """Convert a fresh tensor, which has no other reference, to a class of the user's."""
     if isinstance(tensor, Wrapper):
         return pose(tensor, kind)
@@ -272,45 +272,45 @@ def worn(tensor: torch.Tensor, kind: type) -> Any:
         return tensor if type(tensor) is kind else _torchs_as_subclass(tensor, kind)
 
 
-def is_dressed(x: Any) -> bool:
+def is_of_users_class(x: Any) -> bool:
     """True if an argument or a result is a tensor of a class of the user's."""
-    return isinstance(x, Posed) or (isinstance(x, _Tensor) and is_worn(type(x)))
+    return isinstance(x, PosedTensor) or (isinstance(x, _Tensor) and can_be_posed(type(x)))
 
 
-def undressed(x: Any) -> Any:
+def strip_users_class(x: Any) -> Any:
     """Return the tensor without its class, in the same memory and with its history."""
-    if isinstance(x, Posed):
-        return bare(x)
+    if isinstance(x, PosedTensor):
+        return unwrap_posed(x)
     with functions_off():
-        return worn(x, _Tensor) if is_dressed(x) else x
+        return convert_to_class(x, _Tensor) if is_of_users_class(x) else x
 
 
 # --- calls ---------------------------------------------------------------------------------------
 
 
-def unposed(args: tuple, kwargs: dict) -> tuple[tuple, dict, dict[int, Any]]:
+def unwrap_posed_args(args: tuple, kwargs: dict) -> tuple[tuple, dict, dict[int, Any]]:
     """Return a call's arguments with the wrappers of posed tensors, and these by wrapper id."""
     stands: dict[int, Any] = {}
-    args = tuple([_unposed(a, stands) for a in args])
-    return args, {k: _unposed(a, stands) for k, a in kwargs.items()}, stands
+    args = tuple([_unwrap_posed_arg(a, stands) for a in args])
+    return args, {k: _unwrap_posed_arg(a, stands) for k, a in kwargs.items()}, stands
 
 
-def _unposed(a: Any, stands: dict[int, Any]) -> Any:
-    if isinstance(a, Posed):
+def _unwrap_posed_arg(a: Any, stands: dict[int, Any]) -> Any:
+    if isinstance(a, PosedTensor):
         found = a._forall_bare
         stands[id(found)] = a
         return found
     kind = type(a)
     if kind is tuple or kind is list:
-        inner = [_unposed(b, stands) for b in a]
+        inner = [_unwrap_posed_arg(b, stands) for b in a]
         return kind(inner) if any(x is not y for x, y in zip(a, inner, strict=True)) else a
     return a
 
 
-def given_back(out: Any, stands: dict[int, Any]) -> Any:
+def restore_posed_results(out: Any, stands: dict[int, Any]) -> Any:
     """Return a call's results, with posed tensors where it returned their wrappers."""
     for posed in stands.values():
-        _look_like_bare(posed)
+        _update_shape(posed)
     if isinstance(out, _Tensor):
         return stands.get(id(out), out)
     if type(out) is tuple or type(out) is list:
@@ -318,22 +318,23 @@ def given_back(out: Any, stands: dict[int, Any]) -> Any:
     return out
 
 
-def _look_like_bare(posed: Any) -> None:
+def _update_shape(posed: Any) -> None:
     """Show the shape and strides that the wrapper has by now, after squeeze_, t_ or resize_."""
     of = posed._forall_bare
     with functions_off(), no_dispatch():
         if (posed.shape, posed.stride()) != (of.shape, of.stride()):
-            look_like(posed, shell(type(of), of))
+            copy_metadata(posed, make_shell(type(of), of))
 
 
 def has_posed(args: Iterable[Any]) -> bool:
     """True if any argument, or any entry of a list among them, is posed."""
     return any(
-        has_posed(a) if type(a) is tuple or type(a) is list else isinstance(a, Posed) for a in args
+        has_posed(a) if type(a) is tuple or type(a) is list else isinstance(a, PosedTensor)
+        for a in args
     )
 
 
-def is_said_anew(func: Any, args: tuple) -> bool:
+def is_overridden(func: Any, args: tuple) -> bool:
     """True if a function of torch's is a method that a wrapper overrides."""
     name = OVERRIDDEN.get(func)
     return (
@@ -344,7 +345,7 @@ def is_said_anew(func: Any, args: tuple) -> bool:
     )
 
 
-def ask_anew(func: Any, args: tuple, kwargs: dict) -> Any:
+def call_override(func: Any, args: tuple, kwargs: dict) -> Any:
     """Call the wrapper's own method, or read or set its own property."""
     wrapper, *rest = args
     name = OVERRIDDEN[func]
@@ -356,15 +357,15 @@ def ask_anew(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def has_posed_class(types: Iterable[type]) -> bool:
     """True if any of these classes is that of a posed tensor."""
-    return any(issubclass(t, Posed) for t in types)
+    return any(issubclass(t, PosedTensor) for t in types)
 
 
-def taken_out(mode: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def run_on_wrappers(mode: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator on wrappers, if it met posed tensors with __torch_function__ disabled.
 
     The mode that sees this operator sees the operator on wrappers next.
     """
-    args, kwargs, stands = unposed(args, kwargs)
+    args, kwargs, stands = unwrap_posed_args(args, kwargs)
     for wrapper in (p._forall_bare for p in stands.values()):
         if wrapper.requires_grad and not stands[id(wrapper)].requires_grad:
             raise NotImplementedError(
@@ -375,13 +376,13 @@ def taken_out(mode: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if mode is not None:
         push_mode(mode)
     try:
-        return given_back(func(*args, **kwargs), stands)
+        return restore_posed_results(func(*args, **kwargs), stands)
     finally:
         if mode is not None:
             pop_mode(None)
 
 
-def by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any:
+def call_torch_functions(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any:
     """Call the __torch_function__ of the user's classes, one after another as torch does."""
     asked: list[Any] = []
     for t in types:
@@ -389,40 +390,42 @@ def by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any
         if not issubclass(kind, Wrapper) and kind not in asked:
             asked.append(kind)
     for kind in asked:
-        if issubclass(kind, _Tensor) and has_own_meaning(kind):
+        if issubclass(kind, _Tensor) and has_own_torch_function(kind):
             out = kind.__torch_function__(func, tuple(asked), args, kwargs)
             if out is not NotImplemented:
                 return out
     return NotImplemented
 
 
-def has_users_class(types: Iterable[type]) -> bool:
+def has_torch_function_class(types: Iterable[type]) -> bool:
     """True if any of these classes is a user's with its own __torch_function__."""
-    return any(issubclass(t, _Tensor) and has_own_meaning(t) for t in types)
+    return any(issubclass(t, _Tensor) and has_own_torch_function(t) for t in types)
 
 
-class _Taking(TorchFunctionMode):
+class _UsersClassMode(TorchFunctionMode):
     """A mode for calls that a user's class makes, if no function mode of a level sees them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if subclass_functions_are_on() and has_users_class(types):
+        if subclass_functions_are_on() and has_torch_function_class(types):
             with self:
-                return by_class(func, types, args, kwargs or {})
-        return _asked_of_bare(func, args, kwargs or {})
+                return call_torch_functions(func, types, args, kwargs or {})
+        return _call_on_wrappers(func, args, kwargs or {})
 
 
-_TAKING = _Taking()  # it has no state, so one does for all
+_TAKING = _UsersClassMode()  # it has no state, so one does for all
 
 
-def _asked_of_bare(func: Any, args: tuple, kwargs: dict) -> Any:
-    args, kwargs, stands = unposed(args, kwargs)
-    if is_said_anew(func, args):
-        return given_back(ask_anew(func, args, kwargs), stands)
+def _call_on_wrappers(func: Any, args: tuple, kwargs: dict) -> Any:
+    args, kwargs, stands = unwrap_posed_args(args, kwargs)
+    if is_overridden(func, args):
+        return restore_posed_results(call_override(func, args, kwargs), stands)
     for a in _flat((*args, *kwargs.values())):
         if isinstance(a, Wrapper):  # its call may have ended
-            return given_back(type(a).__torch_function__(func, (type(a),), args, kwargs), stands)
+            return restore_posed_results(
+                type(a).__torch_function__(func, (type(a),), args, kwargs), stands
+            )
     return func(*args, **kwargs)
 
 
@@ -434,12 +437,12 @@ def _flat(args: Iterable[Any]) -> Iterator[Any]:
             yield a
 
 
-def called_by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any:
+def call_users_classes(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any:
     """Run a call that no function mode of a level has seen, by the user's classes."""
-    if not has_users_class(types):
-        return _asked_of_bare(func, args, kwargs)
+    if not has_torch_function_class(types):
+        return _call_on_wrappers(func, args, kwargs)
     with _TAKING:
-        return by_class(func, types, args, kwargs)
+        return call_torch_functions(func, types, args, kwargs)
 
 
 # --- how a class is made -------------------------------------------------------------------------
@@ -448,12 +451,12 @@ def called_by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict)
 @functools.wraps(_torchs_as_subclass)
 def _as_subclass(self: torch.Tensor, cls: type) -> Any:
     """Replace torch.Tensor.as_subclass; of a wrapper the result is a posed tensor."""
-    if is_dynamo_compiling() or not isinstance(self, (Wrapper, Posed)):
+    if is_dynamo_compiling() or not isinstance(self, (Wrapper, PosedTensor)):
         return _torchs_as_subclass(self, cls)
-    return _of_class(_second_name(bare(self)), users_class(cls))
+    return _make_of_class(_make_alias(unwrap_posed(self)), users_class(cls))
 
 
-def _second_name(wrapper: Wrapper) -> torch.Tensor:
+def _make_alias(wrapper: Wrapper) -> torch.Tensor:
     """Return an alias with its history, without a call of the user's __torch_function__."""
     name = torch.Tensor.view_as
     if subclass_functions_are_on():
@@ -461,11 +464,11 @@ def _second_name(wrapper: Wrapper) -> torch.Tensor:
     return type(wrapper).__torch_function__(name, (type(wrapper),), (wrapper, wrapper), {})
 
 
-def _of_class(made: torch.Tensor, kind: type) -> Any:
+def _make_of_class(made: torch.Tensor, kind: type) -> Any:
     """Convert a tensor that has no other reference yet to a class that the user asks for."""
     if not isinstance(made, Wrapper):
         return made if kind is _Tensor else _torchs_as_subclass(made, kind)
-    return made if kind is _Tensor or not is_worn(kind) else pose(made, kind)
+    return made if kind is _Tensor or not can_be_posed(kind) else pose(made, kind)
 
 
 # torch's compiler compares signatures, and accepts these for any.
@@ -476,43 +479,43 @@ def _make_subclass(*args: Any, **kwargs: Any) -> Any:
         return _torchs_make(*args, **kwargs)
     cls, data, *rest = args
     kind = users_class(cls)
-    if not isinstance(data, (Wrapper, Posed)) or not is_worn(kind):
-        return _torchs_make(kind, bare(data), *rest, **kwargs)
+    if not isinstance(data, (Wrapper, PosedTensor)) or not can_be_posed(kind):
+        return _torchs_make(kind, unwrap_posed(data), *rest, **kwargs)
     requires_grad = rest[0] if rest else kwargs.get("require_grad", False)
-    made = torch.Tensor.detach(bare(data)).requires_grad_(bool(requires_grad))
-    return _of_class(made, kind)
+    made = torch.Tensor.detach(unwrap_posed(data)).requires_grad_(bool(requires_grad))
+    return _make_of_class(made, kind)
 
 
 @functools.wraps(_torchs_new)
-def _new(*args: Any, **kwargs: Any) -> Any:
+def _new_subclass(*args: Any, **kwargs: Any) -> Any:
     """Replace torch.Tensor.__new__, which makes a subclass of a tensor, numbers or sizes."""
     if args[0] is _Tensor or is_dynamo_compiling():
         return _torchs_new(*args, **kwargs)
     cls, *given = args
     kind = users_class(cls)
-    if kind is _Tensor or not is_worn(kind):
-        return _torchs_new(kind, *map(bare, given), **kwargs)
-    if len(given) == 1 and not kwargs and isinstance(given[0], (Wrapper, Posed)):
+    if kind is _Tensor or not can_be_posed(kind):
+        return _torchs_new(kind, *map(unwrap_posed, given), **kwargs)
+    if len(given) == 1 and not kwargs and isinstance(given[0], (Wrapper, PosedTensor)):
         return _as_subclass(given[0], kind)
-    if not dispatch_modes():
+    if not count_dispatch_modes():
         return _torchs_new(kind, *given, **kwargs)
-    return _of_class(_torchs_new(_Tensor, *given, **kwargs), kind)  # a level may have made it
+    return _make_of_class(_torchs_new(_Tensor, *given, **kwargs), kind)  # a level may have made it
 
 
-CALLS_ON = _new.__code__  # a frame that only passes a call on
+CALLS_ON = _new_subclass.__code__  # a frame that only passes a call on
 
 
 @functools.wraps(_torchs_parameter)
-def _parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+def _new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
     """Replace torch.nn.Parameter.__new__; a subclass of it is made as any other class."""
     if cls is not torch.nn.Parameter and isinstance(data, Wrapper):
         return _make_subclass(cls, data, requires_grad)
     return _torchs_parameter(users_class(cls), data, requires_grad)
 
 
-def install() -> None:
+def install_posed_tensors() -> None:
     """Replace torch's ways to make a subclass of Tensor, once."""
     torch.Tensor.as_subclass = _as_subclass  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # pyright: ignore[reportAttributeAccessIssue]
-    torch.nn.Parameter.__new__ = _parameter  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.__new__ = _new  # pyright: ignore[reportAttributeAccessIssue]
+    torch.nn.Parameter.__new__ = _new_parameter  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.__new__ = _new_subclass  # pyright: ignore[reportAttributeAccessIssue]

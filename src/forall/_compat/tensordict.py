@@ -18,20 +18,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def _are_in(spec: TreeSpec) -> bool:
-    return "tensordict" in sys.modules and _has_one(spec)
+def _has_tensordict(spec: TreeSpec) -> bool:
+    return "tensordict" in sys.modules and _has_collection(spec)
 
 
-def _has_one(spec: TreeSpec) -> bool:
-    return _size(spec) is not None or _stacks(spec) or any(map(_has_one, spec.children()))
+def _has_collection(spec: TreeSpec) -> bool:
+    return (
+        _get_batch_size(spec) is not None
+        or _is_lazy_stack(spec)
+        or any(map(_has_collection, spec.children()))
+    )
 
 
-def _stacks(spec: TreeSpec) -> bool:
+def _is_lazy_stack(spec: TreeSpec) -> bool:
     """Return True for a lazy stack: a collection of collections, each with its own tensors."""
     return isinstance(spec._context, dict) and "stack_dim" in spec._context
 
 
-def wrapper() -> Any:
+def find_params_class() -> Any:
     """Return the class of modules that hold a collection, which torch's pytrees do not flatten.
 
     It is an empty tuple if tensordict has not been imported: no object is an instance of that.
@@ -40,20 +44,24 @@ def wrapper() -> Any:
     return getattr(module, "TensorDictParams", ())
 
 
-def unwrapped(module: Any) -> Any:
+def get_collection(module: Any) -> Any:
     """Return the collection that such a module holds: its tensors are the module's parameters."""
     return module._param_td
 
 
-def counted(spec: TreeSpec, dims: list, more: int = 0) -> list:
+def count_from_front(spec: TreeSpec, dims: list, more: int = 0) -> list:
     """Return the dim of each leaf, from the front; ``more`` shared dims will be added later."""
-    if not _are_in(spec):
+    if not _has_tensordict(spec):
         return dims
     found: list = []
     left = iter(dims)
 
     def walk(spec: TreeSpec, among: int | None) -> None:
-        among = len(_size(spec)) if among is None and _size(spec) is not None else among
+        among = (
+            len(_get_batch_size(spec))
+            if among is None and _get_batch_size(spec) is not None
+            else among
+        )
         if spec.type is None:
             d = next(left)
             if among is not None and isinstance(d, int) and -among - more <= d < 0:
@@ -66,35 +74,35 @@ def counted(spec: TreeSpec, dims: list, more: int = 0) -> list:
     return found
 
 
-def of_one(spec: TreeSpec, dims: list) -> TreeSpec:
+def make_example_spec(spec: TreeSpec, dims: list) -> TreeSpec:
     """Return the tree of an example, whose collections have lost the batch axis."""
-    return _changed(spec, iter(dims), [], 1)[0] if _are_in(spec) else spec
+    return _replace_dims(spec, iter(dims), [], 1)[0] if _has_tensordict(spec) else spec
 
 
-def of_all(spec: TreeSpec, dims: list, size: int) -> TreeSpec:
+def make_batch_spec(spec: TreeSpec, dims: list, size: int) -> TreeSpec:
     """Return the tree of all examples' results, whose collections have one dim more."""
-    return _changed(spec, iter(dims), [size], 0)[0] if _are_in(spec) else spec
+    return _replace_dims(spec, iter(dims), [size], 0)[0] if _has_tensordict(spec) else spec
 
 
-def _size(spec: TreeSpec) -> Any:
+def _get_batch_size(spec: TreeSpec) -> Any:
     """Return the dims that the tensors of a collection share; None for any other node."""
     kept = spec._context
     size = kept.get("batch_size") if isinstance(kept, dict) else None
     return getattr(size, "batch_size", None)
 
 
-def _changed(spec: TreeSpec, dims: Iterator, new: list, gone: int) -> tuple[TreeSpec, set]:
+def _replace_dims(spec: TreeSpec, dims: Iterator, new: list, gone: int) -> tuple[TreeSpec, set]:
     """Return the tree with ``new`` dims in the place of ``gone`` others, and its leaves' dims."""
     if spec.type is None:
         return spec, {next(dims)}
     children, found = [], set()
     for child in spec.children():
-        changed, its = _changed(child, dims, new, gone)
+        changed, its = _replace_dims(child, dims, new, gone)
         children.append(changed)
         found |= its
     kept = spec._context
-    size = _size(spec)
-    if _stacks(spec) and found != {None}:
+    size = _get_batch_size(spec)
+    if _is_lazy_stack(spec) and found != {None}:
         raise NotImplementedError(
             f"vmap: a {spec.type.__name__} keeps its examples apart, one tensor for each.\n"
             f"    stack_dim   {kept['stack_dim']}\n"

@@ -23,27 +23,27 @@ _mode = torch._C._get_dispatch_stack_at
 _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
-def lie_beneath() -> bool:
+def has_foreign_mode() -> bool:
     """Return True if a mode that is not forall's is on beneath all of forall's."""
     return _modes() > 0 and not isinstance(_mode(0), DispatchMode)
 
 
-def are_on() -> bool:
+def is_tracer_on() -> bool:
     """Return True if a tracer is on: its tensors have no numbers, or not those of later calls."""
-    return lie_beneath() and any(torch._C._get_dispatch_mode(key) for key in _TRACERS)
+    return has_foreign_mode() and any(torch._C._get_dispatch_mode(key) for key in _TRACERS)
 
 
-def is_traced(a: Any) -> bool:
+def is_compiler_tensor(a: Any) -> bool:
     """Return True for a tensor of torch's compilers: a fake one, or one that wraps it."""
     return isinstance(a, (FakeTensor, FunctionalTensor))
 
 
-def functional_tensors_are_on() -> bool:
+def is_functionalizing() -> bool:
     """Return True while AOTAutograd or torch.export turns writes in place into new tensors."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
-class beneath_ours:
+class suspend_own_modes:
     """A block in which forall's modes see nothing; modes that are on beneath them do."""
 
     __slots__ = ("modes",)
@@ -58,12 +58,12 @@ class beneath_ours:
             push_mode(self.modes.pop())
 
 
-def unseen() -> Any:
+def hide_own_tensors() -> Any:
     """Return a context for tensors that forall itself makes and that are no wrappers."""
-    return beneath_ours() if lie_beneath() else torch._C._DisableTorchDispatch()
+    return suspend_own_modes() if has_foreign_mode() else torch._C._DisableTorchDispatch()
 
 
-class Unsized:
+class SymbolicRange:
     """``range(size)`` for a symbolic size of a tracer, until the numbers are needed."""
 
     __slots__ = ("size",)
@@ -78,12 +78,12 @@ class Unsized:
         return range(self.size)[i]
 
 
-def counted(size: Any) -> Sequence[int]:
+def make_range(size: Any) -> Sequence[int]:
     """Return ``range(size)``; a symbolic size of a tracer stays symbolic."""
-    return range(size) if type(size) is int else cast("Sequence[int]", Unsized(size))
+    return range(size) if type(size) is int else cast("Sequence[int]", SymbolicRange(size))
 
 
-def trace_before_autograd() -> bool:
+def is_pre_dispatch_tracing() -> bool:
     """Return True if a tracer is on that sees operators before autograd does, as torch.export's."""
     return _is_included(_BEFORE)
 

@@ -20,6 +20,6 @@ def call_transform(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """
     if is_compiling() or exception_safety.is_inside_call():
         return func(*args, **kwargs)
-    if trace_modes.trace_before_autograd():
-        return export_tracer.call(call_transform, func, *args, **kwargs)
+    if trace_modes.is_pre_dispatch_tracing():
+        return export_tracer.call_after_autograd(call_transform, func, *args, **kwargs)
     return exception_safety.call_and_restore(func, *args, **kwargs)

@@ -24,11 +24,11 @@ _NUMBERS = (bool, int, float, complex)
 _CONSTANTS = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
-class Unwritten(Exception):  # noqa: N818 - no error: Python runs it
+class CannotScript(Exception):  # noqa: N818 - no error: Python runs it
     """A signal that a program has a value or operator that cannot be written in TorchScript."""
 
 
-class _Told(NamedTuple):
+class _OperatorSchema(NamedTuple):
     """The arguments and results of an operator, by its schema."""
 
     operator: str
@@ -40,7 +40,7 @@ class _Told(NamedTuple):
 
 
 @cache
-def _told(op: Any) -> _Told:
+def _read_schema(op: Any) -> _OperatorSchema:
     schema = op._schema
     names, types, defaults = [], [], []
     for a in schema.arguments:
@@ -48,10 +48,10 @@ def _told(op: Any) -> _Told:
         types.append(a.type)
         defaults.append(a.default_value)
     returns = [r.type for r in schema.returns]
-    return _Told(schema.name, names, types, defaults, returns, str(schema))
+    return _OperatorSchema(schema.name, names, types, defaults, returns, str(schema))
 
 
-class Line:
+class ScriptBuilder:
     """A TorchScript graph that is being built; each operator is the very overload given."""
 
     def __init__(self) -> None:
@@ -66,28 +66,28 @@ class Line:
         if isinstance(value, torch.memory_format):
             value = _FORMATS[value]
         elif not isinstance(value, (torch.Tensor, *_CONSTANTS)):
-            raise Unwritten
+            raise CannotScript
         return self.graph.insertConstant(value)
 
     def call(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Add a call of an operator, and return its results; a list for a list."""
-        told = _told(op)
+        told = _read_schema(op)
         given = [*args, *map(kwargs.get, told.names[len(args) :], told.defaults[len(args) :])]
-        given = [*map(self._given, given, told.types)]
-        node = self._node(told.operator, given, told.returns)
+        given = [*map(self._convert_argument, given, told.types)]
+        node = self._add_node(told.operator, given, told.returns)
         if node.schema() != told.text:
-            raise Unwritten  # the overload for numbers: in half precision it rounds them first
+            raise CannotScript  # the overload for numbers: in half precision it rounds them first
         return [*map(node.outputsAt, range(len(told.returns)))]
 
-    def unpacked(self, values: Any, count: int) -> list[Any]:
+    def unpack_list(self, values: Any, count: int) -> list[Any]:
         """Return the tensors of a list value."""
-        node = self._node("prim::ListUnpack", [values], [_TENSOR] * count)
+        node = self._add_node("prim::ListUnpack", [values], [_TENSOR] * count)
         return [*map(node.outputsAt, range(count))]
 
     def function(self, results: Sequence[Any]) -> Callable[..., tuple]:
         """Return the graph as a function, which runs below autograd and without optimisation."""
         types = _C.TupleType([_TENSOR] * len(results))
-        made = self._node("prim::TupleConstruct", [*results], [types])
+        made = self._add_node("prim::TupleConstruct", [*results], [types])
         self.graph.registerOutput(made.output())
         run = _C._create_function_from_graph("program", self.graph)
 
@@ -102,7 +102,7 @@ class Line:
 
         return line
 
-    def _given(self, x: Any, kind: Any) -> Any:
+    def _convert_argument(self, x: Any, kind: Any) -> Any:
         while kind.kind() == "OptionalType":
             if x is None:
                 return self.constant(None)
@@ -112,12 +112,12 @@ class Line:
         if isinstance(x, (list, tuple)) and kind.kind() == "ListType":
             inner = kind.getElementType()
             if x and all(type(b) in _NUMBERS for b in x):
-                return self.graph.insertConstant([_number(b, inner) for b in x])
-            values = [self._given(b, inner) for b in x]
-            return self._node("prim::ListConstruct", values, [kind]).output()
-        return self.constant(_number(x, kind))
+                return self.graph.insertConstant([_convert_number(b, inner) for b in x])
+            values = [self._convert_argument(b, inner) for b in x]
+            return self._add_node("prim::ListConstruct", values, [kind]).output()
+        return self.constant(_convert_number(x, kind))
 
-    def _node(self, name: str, given: list[Any], types: Sequence[Any]) -> Any:
+    def _add_node(self, name: str, given: list[Any], types: Sequence[Any]) -> Any:
         node = self.graph.insertNode(self.graph.create(name, given, len(types)))
         for i, kind in enumerate(types):
             if kind != _TENSOR:  # as values are
@@ -125,5 +125,5 @@ class Line:
         return node
 
 
-def _number(x: Any, kind: Any) -> Any:
+def _convert_number(x: Any, kind: Any) -> Any:
     return float(x) if kind.kind() == "FloatType" and type(x) in (int, bool) else x

@@ -85,7 +85,7 @@ _NEVER, _ALWAYS, _WHOLE, _AT_PLACES = range(4)
 
 
 @cache
-def _kind(func: Any) -> tuple[int, tuple[int | str, ...]]:
+def _classify_operator(func: Any) -> tuple[int, tuple[int | str, ...]]:
     """Return the condition under which an operator may raise, and its indices, see `may_raise`."""
     if func.namespace not in _TORCHS:
         return _ALWAYS, ()
@@ -110,7 +110,7 @@ def may_raise(func: Any, args: tuple, kwargs: dict, dtypes: Any) -> bool:
 
     ``dtypes`` gives those of the tensors in an argument, or in all of them.
     """
-    kind, places = _kind(func)
+    kind, places = _classify_operator(func)
     if kind in (_NEVER, _ALWAYS):
         return kind == _ALWAYS
     if kind == _WHOLE:

@@ -28,7 +28,7 @@ except ImportError:  # before 2.13
 OLDEST, NEWEST = (2, 10), (2, 15)  # that the tests have run on
 
 
-def release() -> tuple[int, int]:
+def get_release() -> tuple[int, int]:
     """Return torch's release, as in (2, 13)."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
@@ -36,7 +36,7 @@ def release() -> tuple[int, int]:
 
 def warn_if_untested() -> None:
     """Warn if torch is newer than any release that the tests have run on."""
-    if release() <= NEWEST:
+    if get_release() <= NEWEST:
         return
     warnings.warn(
         f"forall: torch {torch.__version__} is newer than those that forall was tested on "
@@ -52,7 +52,7 @@ def _name_tested_releases() -> str:
     return f"{low} to {high}"
 
 
-def existing(names: Iterable[str]) -> tuple[Any, ...]:
+def find_existing(names: Iterable[str]) -> tuple[Any, ...]:
     """Return the ATen operators of these names, as in "mm.default", that this torch has."""
     found = []
     for name in names:
@@ -63,10 +63,12 @@ def existing(names: Iterable[str]) -> tuple[Any, ...]:
 
 # Forward formulas that are wrong in this release: since 2.15 that of a determinant raises if the
 # matrix is singular.
-WRONG_FORMULAS = frozenset(existing(["_linalg_det.default"] if release() >= (2, 15) else []))
+WRONG_FORMULAS = frozenset(
+    find_existing(["_linalg_det.default"] if get_release() >= (2, 15) else [])
+)
 
 # The derivative of `torch.clamp` by numbers, where an entry equals its bound: 1, and 0 since 2.14.
-HAS_BOUNDS_WITHIN = release() < (2, 14)
+HAS_BOUNDS_WITHIN = get_release() < (2, 14)
 
 
 # `torch.autograd.Function.apply` as torch has it, to be called with the class first. It is written
@@ -75,7 +77,7 @@ _apply = torch.autograd.Function.__dict__["apply"]
 apply_users = getattr(_apply, "__func__", _apply)
 
 
-def apply_own(function: Any, *args: Any) -> Any:
+def apply_without_binding(function: Any, *args: Any) -> Any:
     """Apply a Function whose forward has no defaults: binding these takes longer than the rest."""
     if torch._C._are_functorch_transforms_active() or not hasattr(_apply, "__func__"):
         return apply_users(function, *args)
@@ -113,10 +115,10 @@ def require_called(name: str, module: ModuleType, *callers: str) -> None:
     """
     functions = (inspect.unwrap(getattr(module, caller)) for caller in callers)
     if not any(name in function.__code__.co_names for function in functions):
-        raise _unknown(f"{module.__name__}.{callers[0]} does not call {name}")
+        raise _make_release_error(f"{module.__name__}.{callers[0]} does not call {name}")
 
 
-def _unknown(what: str) -> ImportError:
+def _make_release_error(what: str) -> ImportError:
     return ImportError(
         f"forall: this release of torch is not known, and derivatives could come out wrong.\n"
         f"    torch   {torch.__version__}, where {what}\n"
@@ -132,13 +134,13 @@ def wrap_checkpoints(begin: Callable) -> None:
     new, old = (f"_checkpoint_without_reentrant_generator{end}" for end in ("_impl", ""))
     if hasattr(checkpoint, new):
         require_called(new, checkpoint, "checkpoint", "_checkpoint_impl")
-        setattr(checkpoint, new, _of_tuples(getattr(checkpoint, new), begin))
+        setattr(checkpoint, new, _wrap_tuple_generator(getattr(checkpoint, new), begin))
     else:
         require_called(old, checkpoint, "checkpoint")
-        setattr(checkpoint, old, _of_arguments(getattr(checkpoint, old), begin))
+        setattr(checkpoint, old, _wrap_star_generator(getattr(checkpoint, old), begin))
 
 
-def _of_tuples(torchs: Callable, begin: Callable) -> Callable:
+def _wrap_tuple_generator(torchs: Callable, begin: Callable) -> Callable:
     """Wrap the generator of 2.14 and later, to which arguments are passed as a tuple and a dict.
 
     It calls ``begin`` as `wrap_checkpoints` says.
@@ -161,7 +163,7 @@ def _of_tuples(torchs: Callable, begin: Callable) -> Callable:
     return generator
 
 
-def _of_arguments(torchs: Callable, begin: Callable) -> Callable:
+def _wrap_star_generator(torchs: Callable, begin: Callable) -> Callable:
     """Wrap the generator of releases before 2.14, where the arguments follow the settings."""
 
     @functools.wraps(torchs)

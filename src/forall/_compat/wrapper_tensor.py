@@ -18,7 +18,7 @@ from forall._compat.dispatch_state import (
     no_dispatch,
     set_excluded,
 )
-from forall._compat.lazy_bits import lazy_bits_off, put_lazy_bits
+from forall._compat.lazy_bits import copy_lazy_bits, disable_lazy_bits
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
@@ -59,7 +59,7 @@ class Wrapper(torch.Tensor):
         """Return an alias of this value that has no autograd history at this level."""
         raise NotImplementedError
 
-    def alone(self, gaps: bool = False) -> bool:
+    def lay_out_alone(self, gaps: bool = False) -> bool:
         """Lay out the numbers of one example as in the loop; return True if their layout changed.
 
         With ``gaps``, also if there are no gaps between them.
@@ -71,7 +71,7 @@ class Wrapper(torch.Tensor):
         value = self.value
         with functions_off(), no_dispatch():
             if (self.shape, self.stride()) != (value.shape, value.stride()):
-                look_like(self, shell(type(self), value))
+                copy_metadata(self, make_shell(type(self), value))
 
     def __repr__(self, *, tensor_contents: None = None) -> str:
         with torch._C.DisableTorchFunction():
@@ -119,13 +119,13 @@ class Wrapper(torch.Tensor):
         return copy  # pyright: ignore[reportReturnType]
 
     def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        return numpy_interop.ufunc(func, method, inputs, kwargs, self.level)
+        return numpy_interop.call_ufunc(func, method, inputs, kwargs, self.level)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return numpy_interop.function(func, args, kwargs, self.level)
+        return numpy_interop.call_array_function(func, args, kwargs, self.level)
 
 
-def innermost(t: Any) -> Any:
+def unwrap_all(t: Any) -> Any:
     """Return the tensor below all wrappers, which has the numbers of all examples."""
     while isinstance(t, Wrapper):
         t = t.value
@@ -139,7 +139,7 @@ def has_history(t: torch.Tensor) -> bool:
     return t.requires_grad
 
 
-def _of_memory(name: str) -> Any:
+def _make_memory_method(name: str) -> Any:
     """Return a method that reads memory: torch's own would crash for some of these."""
 
     def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
@@ -153,10 +153,10 @@ READS = ("numpy", "tolist", "__array__")
 _READS_TOO = ("data_ptr", "storage", "share_memory_", "__dlpack__", "__reduce_ex__")
 ENTRYWISE = ("apply_", "map_", "map2_")  # these call Python functions of numbers
 for _name in (*READS, *_READS_TOO, *ENTRYWISE):
-    setattr(Wrapper, _name, _of_memory(_name))
+    setattr(Wrapper, _name, _make_memory_method(_name))
 
 
-def _without_wrappers(torchs: Any) -> Any:
+def _refuse_wrappers(torchs: Any) -> Any:
     """Return the call of a jiterator kernel, which bypasses the dispatcher, for plain tensors only.
 
     The kernel would read memory that a wrapper does not have, and end the process.
@@ -176,7 +176,7 @@ def _without_wrappers(torchs: Any) -> Any:
     return call
 
 
-def _for_memory(torchs: Any) -> Any:
+def _skip_wrapped_weights(torchs: Any) -> Any:
     """Return `RNNBase.flatten_parameters`, which moves weights in memory, for wrappers too.
 
     The layer calls it for the weights that `functional_call` gives it. Wrappers have no memory to
@@ -191,12 +191,12 @@ def _for_memory(torchs: Any) -> Any:
     return flatten_parameters
 
 
-torch.nn.RNNBase.flatten_parameters = _for_memory(torch.nn.RNNBase.flatten_parameters)
+torch.nn.RNNBase.flatten_parameters = _skip_wrapped_weights(torch.nn.RNNBase.flatten_parameters)
 _kernel = torch.cuda.jiterator._JittedFunction
-_kernel.__call__ = _without_wrappers(_kernel.__call__)
+_kernel.__call__ = _refuse_wrappers(_kernel.__call__)
 
 
-def _number(name: str) -> Any:
+def _make_number_method(name: str) -> Any:
     """Return ``float(x)`` or its like, which torch.tensor calls in C++ for each x in a list.
 
     torch excludes the dispatch keys of levels for this call, and a wrapper has no memory.
@@ -218,7 +218,7 @@ def _number(name: str) -> Any:
 
 
 for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
-    setattr(Wrapper, _name, _number(_name))
+    setattr(Wrapper, _name, _make_number_method(_name))
 
 
 # Functions of torch's that methods of wrappers override, with the method's name; setters of a
@@ -236,7 +236,7 @@ OVERRIDDEN: dict[Any, str] = {
 OVERRIDDEN |= {torch.Tensor.data.__get__: "data", torch.Tensor.data.__set__: "=data"}
 
 
-def strides(value: torch.Tensor) -> tuple[int, ...]:
+def get_strides(value: torch.Tensor) -> tuple[int, ...]:
     try:
         if isinstance(value, Wrapper):
             with functions_off():  # for a user's call the value would be laid out anew
@@ -249,20 +249,24 @@ def strides(value: torch.Tensor) -> tuple[int, ...]:
         ) from error
 
 
-def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
+def make_shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
     """Return a wrapper of this class with the metadata of ``value`` itself."""
-    made = wrapper_of(kind, value, value.shape, strides(value))
-    put_lazy_bits(made, value)
+    made = make_wrapper_for(kind, value, value.shape, get_strides(value))
+    copy_lazy_bits(made, value)
     return made
 
 
-def look_like(wrapper: torch.Tensor, other: torch.Tensor) -> None:
+def copy_metadata(wrapper: torch.Tensor, other: torch.Tensor) -> None:
     """Copy the shape, the strides and the lazy bits of another wrapper."""
-    with functions_off(), no_dispatch(), lazy_bits_off():  # or kernels would look for its memory
+    with (
+        functions_off(),
+        no_dispatch(),
+        disable_lazy_bits(),
+    ):  # or kernels would look for its memory
         torch.Tensor.data.__set__(wrapper, other)
 
 
-def wrapper_of(kind: type[Wrapper], value: torch.Tensor, shape: Any, strides: Any) -> Any:
+def make_wrapper_for(kind: type[Wrapper], value: torch.Tensor, shape: Any, strides: Any) -> Any:
     """Return a wrapper of this class for ``value``.
 
     In inference mode a view of a tensor from before is an ordinary tensor, and so is its wrapper:

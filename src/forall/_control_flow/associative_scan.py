@@ -9,12 +9,12 @@ import torch
 from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
 from forall._control_flow.loop_carry import (
-    Called,
-    alike,
-    ordered,
-    paths,
+    OperatorCall,
+    find_leaf_paths,
+    has_same_meta,
+    order_keys,
 )
-from forall._core.errors import columns, kind, short
+from forall._core.errors import format_columns, format_short, type_name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,24 +50,24 @@ def associative_scan(
         >>> associative_scan(after, (a, b))
         (tensor([1., 2., 6.]), tensor([ 1.,  3., 10.]))
     """
-    call = Called("associative_scan(*)", fn)
+    call = OperatorCall("associative_scan(*)", fn)
     leaves, spec = pytree.flatten(elems)
-    axis = _axis(call, elems, leaves, axis)
+    axis = _check_axis(call, elems, leaves, axis)
 
-    def combined(a: list, b: list) -> list:
+    def combine_leaves(a: list, b: list) -> list:
         given = pytree.unflatten(b, spec)
-        found, its_spec = pytree.flatten(ordered(given, fn(pytree.unflatten(a, spec), given)))
+        found, its_spec = pytree.flatten(order_keys(given, fn(pytree.unflatten(a, spec), given)))
         if its_spec != spec:
             raise _structures_differ(call, spec, its_spec)
         with functions_off():
             for i, (old, new) in enumerate(zip(b, found, strict=True)):
-                if not (isinstance(new, torch.Tensor) and alike(old, new)):
-                    raise _leaves_differ(call, paths(elems)[i], old, new)
+                if not (isinstance(new, torch.Tensor) and has_same_meta(old, new)):
+                    raise _leaves_differ(call, find_leaf_paths(elems)[i], old, new)
         return found
 
     if reverse:
         leaves = [x.flip(axis) for x in leaves]
-    found = _partial_results(combined, leaves, axis)
+    found = _partial_results(combine_leaves, leaves, axis)
     if reverse:
         found = [x.flip(axis) for x in found]
     return pytree.unflatten(found, spec)
@@ -78,22 +78,22 @@ def _partial_results(combined: Callable, xs: list, axis: int) -> list:
     n = xs[0].shape[axis]
     if n < 2:
         return xs
-    pairs = combined(_every(xs, axis, 0, n - 1, 2), _every(xs, axis, 1, n, 2))
+    pairs = combined(_slice_each(xs, axis, 0, n - 1, 2), _slice_each(xs, axis, 1, n, 2))
     odd = _partial_results(combined, pairs, axis)
-    before = odd if n % 2 else _every(odd, axis, 0, n // 2 - 1)
-    even = _every(xs, axis, 0, 1)
+    before = odd if n % 2 else _slice_each(odd, axis, 0, n // 2 - 1)
+    even = _slice_each(xs, axis, 0, 1)
     if n > 2:
-        later = combined(before, _every(xs, axis, 2, n, 2))
+        later = combined(before, _slice_each(xs, axis, 2, n, 2))
         even = [torch.cat(both, axis) for both in zip(even, later, strict=True)]
-    return [_interleaved(a, b, axis) for a, b in zip(even, odd, strict=True)]
+    return [_interleave(a, b, axis) for a, b in zip(even, odd, strict=True)]
 
 
-def _every(xs: list, axis: int, start: int, stop: int, step: int = 1) -> list:
+def _slice_each(xs: list, axis: int, start: int, stop: int, step: int = 1) -> list:
     place = (slice(None),) * axis + (slice(start, stop, step),)
     return [x[place] for x in xs]
 
 
-def _interleaved(even: torch.Tensor, odd: torch.Tensor, axis: int) -> torch.Tensor:
+def _interleave(even: torch.Tensor, odd: torch.Tensor, axis: int) -> torch.Tensor:
     """Interleave (.., n or n + 1, ..) and (.., n, ..): first, first, second, second, ..."""
     n = odd.shape[axis]
     both = torch.stack([even.narrow(axis, 0, n), odd], axis + 1).flatten(axis, axis + 1)
@@ -101,15 +101,15 @@ def _interleaved(even: torch.Tensor, odd: torch.Tensor, axis: int) -> torch.Tens
     return torch.cat([both, even.narrow(axis, n, rest)], axis) if rest else both
 
 
-def _axis(call: Called, elems: Any, leaves: list, axis: int) -> int:
+def _check_axis(call: OperatorCall, elems: Any, leaves: list, axis: int) -> int:
     """Return the dim as a non-negative number; raise unless all tensors have one size there."""
-    names = paths(elems)
+    names = find_leaf_paths(elems)
     with functions_off():
         for name, x in zip(names, leaves, strict=True):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(
                     f"{call}: elems must hold tensors only.\n"
-                    f"{columns([('elems' + name, short(x), kind(x))])}\n"
+                    f"{format_columns([('elems' + name, format_short(x), type_name_of(x))])}\n"
                     "Put what is the same for all elements into the function."
                 )
         if not leaves:
@@ -119,37 +119,37 @@ def _axis(call: Called, elems: Any, leaves: list, axis: int) -> int:
             if not 0 <= place < x.dim():
                 raise IndexError(
                     f"{call}: a tensor has no dim {axis}.\n"
-                    f"{columns([('elems' + name, short(x))])}\n"
+                    f"{format_columns([('elems' + name, format_short(x))])}\n"
                     "Name the dim that counts the elements: axis."
                 )
         sizes = {x.shape[place] for x in leaves}
         if len(sizes) > 1:
             rows = [
-                ("elems" + name, short(x), f"axis {axis}", f"size {x.shape[place]}")
+                ("elems" + name, format_short(x), f"axis {axis}", f"size {x.shape[place]}")
                 for name, x in zip(names, leaves, strict=True)
             ]
             raise ValueError(
-                f"{call}: the numbers of elements differ.\n{columns(rows)}\nAll must have one size."
+                f"{call}: the numbers of elements differ.\n{format_columns(rows)}\nAll must have one size."
             )
     return place
 
 
-def _structures_differ(call: Called, given: Any, returned: Any) -> TypeError:
-    rows = [("given", pytree.text(given)), ("returned", pytree.text(returned))]
+def _structures_differ(call: OperatorCall, given: Any, returned: Any) -> TypeError:
+    rows = [("given", pytree.format_tree(given)), ("returned", pytree.format_tree(returned))]
     return TypeError(
-        f"{call}: the function returns another structure than it was given.\n{columns(rows)}\n"
+        f"{call}: the function returns another structure than it was given.\n{format_columns(rows)}\n"
         "Return a tree like each of the two that it takes."
     )
 
 
-def _leaves_differ(call: Called, path: str, given: Any, returned: Any) -> TypeError:
+def _leaves_differ(call: OperatorCall, path: str, given: Any, returned: Any) -> TypeError:
     rows = [
-        ("given", "a" + path, short(given)),
-        ("returned", "a" + path, short(returned)),
+        ("given", "a" + path, format_short(given)),
+        ("returned", "a" + path, format_short(returned)),
     ]
     return TypeError(
         f"{call}: the function returns another shape or dtype than it was given.\n"
-        f"{columns(rows)}\n"
+        f"{format_columns(rows)}\n"
         "It is given slices of many elements, the axis that counts them included, and returns "
         "their like."
     )

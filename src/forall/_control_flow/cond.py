@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import functions_off
-from forall._control_flow.loop_carry import Called
-from forall._control_flow.merge_branches import either
-from forall._core.errors import columns, kind, short
+from forall._control_flow.loop_carry import OperatorCall
+from forall._control_flow.merge_branches import run_either
+from forall._core.errors import format_columns, format_short, type_name_of
 from forall._core.levels import stack
-from forall._vmap.concretize_listeners import heard
+from forall._vmap.concretize_listeners import notify_listeners
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,10 +44,10 @@ def cond(
         >>> forall.grad(root)(torch.tensor(-4.0))        # of sqrt it would be nan
         tensor(0.)
     """
-    call = Called("cond(pred, *)", true_fun, false_fun)
+    call = OperatorCall("cond(pred, *)", true_fun, false_fun)
     if stack.listening:
-        heard()
-    return either(call, pred, partial(true_fun, *operands), partial(false_fun, *operands))
+        notify_listeners()
+    return run_either(call, pred, partial(true_fun, *operands), partial(false_fun, *operands))
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
@@ -75,29 +75,31 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
         [[-1.0, -4.0], [1.0, 2.0], [1.0, 2.0]]
     """
     branches = tuple(branches)
-    call = Called("switch(index, [*])", *branches)
+    call = OperatorCall("switch(index, [*])", *branches)
     if not branches:
         raise ValueError(f"{call}: there is no branch.\nPass at least one function.")
-    _whole(call, index)
+    _check_branch_index(call, index)
     if stack.listening:
-        heard()
+        notify_listeners()
     if isinstance(index, int):
         return branches[min(max(index, 0), len(branches) - 1)](*operands)
 
-    return _among(call, index, [partial(branch, *operands) for branch in branches])
+    return _search_branch(call, index, [partial(branch, *operands) for branch in branches])
 
 
-def _among(call: Called, index: torch.Tensor, branches: list[Callable], first: int = 0) -> Any:
+def _search_branch(
+    call: OperatorCall, index: torch.Tensor, branches: list[Callable], first: int = 0
+) -> Any:
     """Run the branch of this index by a binary search; the first branch has index ``first``."""
     if len(branches) == 1:
         return branches[0]()
     half = (len(branches) + 1) // 2
-    low = partial(_among, call, index, branches[:half], first)
-    high = partial(_among, call, index, branches[half:], first + half)
-    return either(call, index < first + half, low, high)
+    low = partial(_search_branch, call, index, branches[:half], first)
+    high = partial(_search_branch, call, index, branches[half:], first + half)
+    return run_either(call, index < first + half, low, high)
 
 
-def _whole(call: Called, index: Any) -> None:
+def _check_branch_index(call: OperatorCall, index: Any) -> None:
     if isinstance(index, int):
         return
     if isinstance(index, torch.Tensor):
@@ -107,6 +109,6 @@ def _whole(call: Called, index: Any) -> None:
                 return
     raise TypeError(
         f"{call}: the index must be one whole number.\n"
-        f"{columns([('index', short(index), kind(index))])}\n"
+        f"{format_columns([('index', format_short(index), type_name_of(index))])}\n"
         "Pass an int, or a tensor of shape () with a dtype of integers: index.long()."
     )

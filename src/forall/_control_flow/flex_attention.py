@@ -29,7 +29,7 @@ _PLACES = (
 )
 
 
-def mapped(
+def map_over_scores(
     fn: Callable,
     prefix: tuple,
     suffix: tuple = (),
@@ -42,7 +42,7 @@ def mapped(
     return fn
 
 
-def dense_of_ordered(counts: Tensor, columns: Tensor, width: int) -> Tensor:
+def make_dense_mask(counts: Tensor, columns: Tensor, width: int) -> Tensor:
     """Return a block mask as 0 and 1, from lists of column indices of each row's blocks.
 
     This replaces torch's ``_ordered_to_dense``, which uses a transform of torch's own, and so
@@ -54,7 +54,7 @@ def dense_of_ordered(counts: Tensor, columns: Tensor, width: int) -> Tensor:
     return dense.scatter(-1, at, 1)[..., :width].contiguous()
 
 
-def attention(
+def attend_by_formula(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -83,12 +83,12 @@ def attention(
         precise = torch.float64 if query.dtype is torch.float64 else torch.float32
         scores = (query.to(precise) @ key.to(precise).transpose(-2, -1)) * scale
         places = [torch.arange(n, device=query.device) for n in scores.shape]
-        if not higher_order_ops.is_identity(score_mod):
+        if not higher_order_ops.is_identity_score(score_mod):
             own = (None,) * len(score_buffers)
-            scores = mapped(score_mod, (0,), own)(scores, *places, *score_buffers)
+            scores = map_over_scores(score_mod, (0,), own)(scores, *places, *score_buffers)
         if not higher_order_ops.masks_nothing(block_mask[-1]):
             own = (None,) * len(mask_buffers)
-            mask = mapped(block_mask[-1], (), own)(*places, *mask_buffers)
+            mask = map_over_scores(block_mask[-1], (), own)(*places, *mask_buffers)
             scores = torch.where(mask, scores, -math.inf)
         most = scores.amax(-1)
         is_empty = most == -math.inf
@@ -96,18 +96,19 @@ def attention(
         weights = some.softmax(-1).masked_fill(is_empty.unsqueeze(-1), 0.0)
         out = weights.to(query.dtype) @ value.to(query.dtype)
         total = some.logsumexp(-1).masked_fill(is_empty, -math.inf)
-    return _laid_out_as(query, out), total / math.log(2), most / math.log(2)
+    return _copy_layout(query, out), total / math.log(2), most / math.log(2)
 
 
-def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
+def _copy_layout(query: Tensor, out: Tensor) -> Tensor:
     """Copy ``out`` to a memory layout with the dims in the order of ``query``'s strides."""
     order = sorted(range(3), key=lambda d: -query.stride(d))
     back = sorted(range(3), key=order.__getitem__)
     return out.permute(*order, 3).contiguous().permute(*back, 3)
 
 
-def install() -> None:
+def install_flex_attention() -> None:
     """Replace torch's functions by these, once."""
     higher_order_ops.redirect_flex_attention(
-        attention, {"_vmap_for_bhqkv": mapped, "_ordered_to_dense": dense_of_ordered}
+        attend_by_formula,
+        {"_vmap_for_bhqkv": map_over_scores, "_ordered_to_dense": make_dense_mask},
     )

@@ -35,7 +35,7 @@ def while_loop(cond_fn: Callable, body_fn: Callable, carried_inputs: tuple | lis
 def scan(
     combine_fn: Callable, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False
 ) -> tuple[Any, Any]:
-    leaves = pytree.leaves(xs)
+    leaves = pytree.get_leaves(xs)
     if not leaves:
         return init, []
     dim %= max(leaves[0].dim(), 1)
@@ -56,13 +56,13 @@ def associative_scan(
     combine_mode: str = "pointwise",
 ) -> Any:
     """Run ours, which calls ``fn`` on many elements with the dim; torch's on one without it."""
-    dim %= max(pytree.leaves(xs)[0].dim(), 1)
+    dim %= max(pytree.get_leaves(xs)[0].dim(), 1)
     each = vmap(combine_fn, in_dims=dim, out_dims=dim, randomness="different")
     return our_associative_scan(each, xs, reverse, dim)
 
 
-def install() -> None:
+def install_control_flow() -> None:
     """Replace torch's operators by these, once."""
     for meaning in (cond, while_loop, scan, map, associative_scan):
         higher_order_ops.redirect(meaning)
-    flex_attention.install()
+    flex_attention.install_flex_attention()

@@ -11,12 +11,12 @@ from forall._api.vmap import vmap
 from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
 from forall._control_flow.loop_carry import (
-    Called,
-    paths,
-    settled,
-    stacked,
+    OperatorCall,
+    check_carry,
+    find_leaf_paths,
+    stack_ys,
 )
-from forall._core.errors import columns, kind, short
+from forall._core.errors import format_columns, format_short, type_name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,68 +71,70 @@ def scan(
         >>> scan(step, 0.0, torch.arange(6.0).reshape(3, 2))
         (tensor(15.), tensor([0.5000, 3.0000, 7.5000]))
     """
-    call = Called("scan(*)", f)
+    call = OperatorCall("scan(*)", f)
     leaves, spec = pytree.flatten(xs)
-    n = _length(call, xs, leaves, length)
+    n = _find_length(call, xs, leaves, length)
     if not n:
-        return init, _no_ys(call, f, init, leaves, spec)
+        return init, _make_empty_ys(call, f, init, leaves, spec)
     slices = [[None] * n if leaf is None else leaf.unbind() for leaf in leaves]
     carry, y, its_spec = init, None, None
     rows: list[list] = []
     for done, i in enumerate(reversed(range(n)) if reverse else range(n)):
         given = carry
-        carry, new = _pair(call, f(given, pytree.unflatten([s[i] for s in slices], spec)))
-        carry = settled(call, "carry", given, carry, done)
-        y = settled(call, "y", y, new, done) if done else new
+        carry, new = _check_pair(call, f(given, pytree.unflatten([s[i] for s in slices], spec)))
+        carry = check_carry(call, "carry", given, carry, done)
+        y = check_carry(call, "y", y, new, done) if done else new
         row, its_spec = pytree.flatten(y)
         rows.append(row)
     if reverse:
         rows.reverse()
     by_leaf = [list(column) for column in zip(*rows, strict=True)]
-    ys = [stacked(call, c, "y" + path) for c, path in zip(by_leaf, paths(y), strict=True)]
+    ys = [
+        stack_ys(call, c, "y" + path) for c, path in zip(by_leaf, find_leaf_paths(y), strict=True)
+    ]
     return carry, pytree.unflatten(ys, its_spec)
 
 
-def _pair(call: Called, result: Any) -> tuple[Any, Any]:
+def _check_pair(call: OperatorCall, result: Any) -> tuple[Any, Any]:
     if isinstance(result, (tuple, list)) and len(result) == 2:
         return result[0], result[1]
     raise TypeError(
         f"{call}: the function must return a pair, the carry and a y.\n"
-        f"{columns([('returned', short(result), kind(result))])}\n"
+        f"{format_columns([('returned', format_short(result), type_name_of(result))])}\n"
         "Where there is no y to keep, return (carry, None)."
     )
 
 
-def _no_ys(call: Called, f: Callable, init: Any, leaves: list, spec: Any) -> Any:
+def _make_empty_ys(call: OperatorCall, f: Callable, init: Any, leaves: list, spec: Any) -> Any:
     """Return the ys of zero steps: empty tensors of the shapes that ys would have."""
     tensors = [leaf for leaf in leaves if leaf is not None]
 
     def one(_: torch.Tensor, *of_them: torch.Tensor) -> Any:
         left = iter(of_them)
         x = pytree.unflatten([None if leaf is None else next(left) for leaf in leaves], spec)
-        carry, y = _pair(call, f(init, x))
-        settled(call, "carry", init, carry, 0)
+        carry, y = _check_pair(call, f(init, x))
+        check_carry(call, "carry", init, carry, 0)
         return y
 
     return vmap(one, randomness="different")(torch.empty(0), *tensors)
 
 
-def _length(call: Called, xs: Any, leaves: list, length: Any) -> int:
+def _find_length(call: OperatorCall, xs: Any, leaves: list, length: Any) -> int:
     """Return the number of steps; raise if sizes disagree or nothing defines it."""
     sizes = [] if length is None else [("length", "", operator.index(length))]
     with functions_off():
         for i, leaf in enumerate(leaves):
             if leaf is None:
                 continue
-            path = f"xs{paths(xs)[i]}"
+            path = f"xs{find_leaf_paths(xs)[i]}"
             if not isinstance(leaf, torch.Tensor) or not leaf.dim():
                 raise TypeError(
                     f"{call}: there is no first dim to go along.\n"
-                    f"{columns([(path, short(leaf), kind(leaf))])}\n"
+                    f"{format_columns([(path, format_short(leaf), type_name_of(leaf))])}\n"
                     "Every leaf of xs must be a tensor with at least one dim. Put what is the same "
                     "for all steps into the function."
                 )
-            sizes.append((path, short(leaf), leaf.shape[0]))
+            sizes.append((path, format_short(leaf), leaf.shape[0]))
     if not sizes:
         raise ValueError(
             f"{call}: nothing tells the number of steps.\nPass xs with a tensor, or length."
@@ -140,7 +142,7 @@ def _length(call: Called, xs: Any, leaves: list, length: Any) -> int:
     if any(n != sizes[0][-1] for *_, n in sizes):
         raise ValueError(
             f"{call}: the numbers of steps differ.\n"
-            f"{columns([(path, text, f'{n} steps') for path, text, n in sizes])}\n"
+            f"{format_columns([(path, text, f'{n} steps') for path, text, n in sizes])}\n"
             "First dims, and length where it is given, must agree."
         )
     n = sizes[0][2]
@@ -172,15 +174,15 @@ def map(f: Callable[[Any], Any], xs: Any, *, batch_size: int | None = None) -> A
         >>> map(torch.linalg.norm, torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
         tensor([ 5., 10.])
     """
-    call = Called("map(*)", f)
+    call = OperatorCall("map(*)", f)
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(
             f"{call}: a batch holds at least one slice.\n"
-            f"{columns([('batch_size', short(batch_size), kind(batch_size))])}\n"
+            f"{format_columns([('batch_size', format_short(batch_size), type_name_of(batch_size))])}\n"
             "Pass an int above 0, or None to run the slices one by one."
         )
-    leaves = pytree.leaves(xs)
-    n = _length(call, xs, leaves, None)
+    leaves = pytree.get_leaves(xs)
+    n = _find_length(call, xs, leaves, None)
     if batch_size is None or not n or any(leaf is None for leaf in leaves):
         return scan(lambda carry, x: (carry, f(x)), (), xs)[1]
     return vmap(f, randomness="different", chunk_size=batch_size)(xs)

@@ -8,12 +8,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from forall._compat.dispatch_state import functions_off
-from forall._control_flow.loop_carry import Called, settled
-from forall._control_flow.merge_branches import Leaving, truth, who
-from forall._core.errors import columns, kind, short
+from forall._control_flow.loop_carry import OperatorCall, check_carry
+from forall._control_flow.merge_branches import LoopExits, describe_examples, evaluate_predicate
+from forall._core.errors import format_columns, format_short, type_name_of
 from forall._core.levels import stack
-from forall._vmap.active_set.active_mask import now
-from forall._vmap.concretize_listeners import heard
+from forall._vmap.active_set.active_mask import get_active_set
+from forall._vmap.concretize_listeners import notify_listeners
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +53,8 @@ def while_loop(
     Raises:
         TypeError: where a step returns another structure, shape, dtype or device than it was given,
             and for a test that holds several numbers.
-        RuntimeError: after ``max_steps`` steps.
-        ValueError: for a ``max_steps`` below 0 and a ``checkpoint_every`` below 1.
+        RuntimeError: after ``check_max_steps`` steps.
+        ValueError: for a ``check_max_steps`` below 0 and a ``checkpoint_every`` below 1.
 
     Source: ``jax.lax.while_loop``, which has no reverse mode. Checkpoints: Griewank, "Achieving
     logarithmic growth of temporal and spatial complexity in reverse automatic differentiation"
@@ -67,12 +67,12 @@ def while_loop(
         >>> forall.grad_and_value(root)(torch.tensor(9.0))
         (tensor(0.1667), tensor(3.))
     """
-    call = Called("while_loop(*)", cond_fun, body_fun)
-    _at_least(call, "max_steps", max_steps, 0)
-    _at_least(call, "checkpoint_every", checkpoint_every, 1)
-    loop = Loop(call, lambda _, val: cond_fun(val), lambda _, val: body_fun(val), max_steps)
+    call = OperatorCall("while_loop(*)", cond_fun, body_fun)
+    _check_at_least(call, "max_steps", max_steps, 0)
+    _check_at_least(call, "checkpoint_every", checkpoint_every, 1)
+    loop = LoopRunner(call, lambda _, val: cond_fun(val), lambda _, val: body_fun(val), max_steps)
     val, steps, going = init_val, 0, True
-    while going and checkpoint_every is not None and not now().parts:
+    while going and checkpoint_every is not None and not get_active_set().parts:
         stop = steps + checkpoint_every
         val, steps, going = checkpoint(loop.run, val, steps, stop, use_reentrant=False)
         if going and steps < stop:  # examples part, and a backward pass runs for all of them
@@ -80,13 +80,13 @@ def while_loop(
     return loop.run(val, steps)[0] if going else val
 
 
-class Loop:
+class LoopRunner:
     """The steps of a loop. Its test and body take the number of steps so far."""
 
     __slots__ = ("body", "call", "max_steps", "test")
 
     def __init__(
-        self, call: Called, test: Callable, body: Callable, max_steps: int | None = None
+        self, call: OperatorCall, test: Callable, body: Callable, max_steps: int | None = None
     ) -> None:
         self.call = call
         self.test = test
@@ -98,37 +98,37 @@ class Loop:
 
         With a ``stop``, run at most to that step, or until examples diverge.
         """
-        with Leaving(self.call) as leaving:
+        with LoopExits(self.call) as leaving:
             while steps != stop:
                 test = self.test(steps, val)
                 if stack.listening:
-                    heard()
-                answer = truth(self.call, "the test", test)
+                    notify_listeners()
+                answer = evaluate_predicate(self.call, "the test", test)
                 if answer is False:
-                    return leaving.all(val), steps, False
+                    return leaving.join_all(val), steps, False
                 if answer is not True:
                     if stop is not None:
                         break
-                    val = leaving.part(*answer, val)
+                    val = leaving.let_leave(*answer, val)
                 if steps == self.max_steps:
                     raise self._endless(val)
-                val = settled(self.call, "carry", val, self.body(steps, val), steps)
+                val = check_carry(self.call, "carry", val, self.body(steps, val), steps)
                 steps += 1
-            return leaving.all(val), steps, True
+            return leaving.join_all(val), steps, True
 
     def _endless(self, val: Any) -> RuntimeError:
         return RuntimeError(
             f"{self.call}: the loop goes on after max_steps={self.max_steps} steps.\n"
-            f"{columns([(who(now()), 'carry', short(val))])}\n"
+            f"{format_columns([(describe_examples(get_active_set()), 'carry', format_short(val))])}\n"
             "Allow more steps, or let the test end the loop sooner."
         )
 
 
-def _at_least(call: Called, name: str, value: Any, least: int) -> None:
+def _check_at_least(call: OperatorCall, name: str, value: Any, least: int) -> None:
     if value is not None and (not isinstance(value, int) or value < least):
         raise ValueError(
             f"{call}: {name} counts steps.\n"
-            f"{columns([(name, short(value), kind(value))])}\n"
+            f"{format_columns([(name, format_short(value), type_name_of(value))])}\n"
             f"Pass an int of at least {least}, or None."
         )
 
@@ -171,14 +171,14 @@ def fori_loop(
         >>> powers(torch.tensor(2.0))                    # ((1 * 2 + 0) * 2 + 1) * 2 + 2
         tensor(12.)
     """
-    call = Called("fori_loop(lower, upper, *)", body_fun)
+    call = OperatorCall("fori_loop(lower, upper, *)", body_fun)
     for name, bound in (("lower", lower), ("upper", upper)):
-        _bound(call, name, bound)
+        _check_bound(call, name, bound)
     test, body = lambda n, _: lower + n < upper, lambda n, val: body_fun(lower + n, val)
-    return Loop(call, test, body).run(init_val, 0)[0]
+    return LoopRunner(call, test, body).run(init_val, 0)[0]
 
 
-def _bound(call: Called, name: str, bound: Any) -> None:
+def _check_bound(call: OperatorCall, name: str, bound: Any) -> None:
     if isinstance(bound, torch.Tensor):
         with functions_off():
             whole = not (bound.is_floating_point() or bound.is_complex())
@@ -188,6 +188,6 @@ def _bound(call: Called, name: str, bound: Any) -> None:
         return
     raise TypeError(
         f"{call}: {name} must be one whole number.\n"
-        f"{columns([(name, short(bound), kind(bound))])}\n"
+        f"{format_columns([(name, format_short(bound), type_name_of(bound))])}\n"
         "Pass an int, or a tensor of shape () with a dtype of integers."
     )

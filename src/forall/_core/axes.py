@@ -34,11 +34,11 @@ def stacked_dims(dims: int | Sequence[int] | None, rank: int) -> list[int]:
     return [wrap_dim(d, rank) + 1 for d in (dims or range(rank))]
 
 
-def past(dim: int, axis: int) -> int:
+def shift_past_axis(dim: int, axis: int) -> int:
     """Return a non-negative dim of one example as a dim of a stack whose batch axis is ``axis``."""
     return dim if dim < axis else dim + 1
 
 
-def axis_without(axis: int, removed: int) -> int:
+def axis_after_removal(axis: int, removed: int) -> int:
     """Return the batch axis of a stack after its dim ``removed`` is gone."""
     return axis if removed > axis else axis - 1

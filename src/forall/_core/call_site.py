@@ -22,7 +22,7 @@ TORCH, OURS = (
 _NOT_THE_USERS = (TORCH, OURS)
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file."""
 
     file: str
@@ -38,7 +38,7 @@ class Place(NamedTuple):
         return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{self.line}"
 
     @classmethod
-    def of(cls, code: CodeType) -> Place:
+    def from_code(cls, code: CodeType) -> SourceLine:
         """Return the first line of a function."""
         return cls(code.co_filename, code.co_firstlineno)
 
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return linecache.getline(self.file, self.line).strip()
 
 
-def users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> FrameType:
+def find_users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> FrameType:
     """Return the innermost frame, from this one outwards, whose file is in none of these folders.
 
     Frames of torch's mode for a default device, which forwards each call, are skipped too.
@@ -59,13 +59,13 @@ def users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> F
     return frame
 
 
-def users_instruction() -> tuple[CodeType, int]:
+def find_users_instruction() -> tuple[CodeType, int]:
     """Return the innermost instruction that is the user's. Finding its line would take longer."""
-    frame = users_frame(sys._getframe(1))
+    frame = find_users_frame(sys._getframe(1))
     return frame.f_code, frame.f_lasti
 
 
-def users_line() -> Place:
+def find_users_line() -> SourceLine:
     """Return the innermost line that is neither ours nor torch's."""
-    frame = users_frame(sys._getframe(1))
-    return Place(frame.f_code.co_filename, frame.f_lineno)
+    frame = find_users_frame(sys._getframe(1))
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno)

@@ -64,9 +64,9 @@ class CodeSet(CodeTable[None]):
             self[code] = None
 
 
-def codes_of(code: CodeType) -> Iterator[CodeType]:
+def walk_codes(code: CodeType) -> Iterator[CodeType]:
     """Yield a function's code object and those of the functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from codes_of(constant)
+            yield from walk_codes(constant)

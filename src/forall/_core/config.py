@@ -34,7 +34,7 @@ class Config:
     parting: str = "measured"
 
 
-def replay_of(word: str) -> bool | str:
+def parse_replay(word: str) -> bool | str:
     """Return the setting that a value of FORALL_REPLAY stands for."""
     if word not in _WORDS:
         raise ValueError(
@@ -44,7 +44,7 @@ def replay_of(word: str) -> bool | str:
     return _WORDS[word]
 
 
-def parting_of(word: str) -> str:
+def parse_parting(word: str) -> str:
     """Return the setting that a value of FORALL_PARTING stands for."""
     if word not in _PARTING:
         raise ValueError(
@@ -56,6 +56,6 @@ def parting_of(word: str) -> str:
 
 _PARTING = ("", "measured", "together", "loop")
 now = Config(
-    replay_of(os.environ.get("FORALL_REPLAY", "")),
-    parting=parting_of(os.environ.get("FORALL_PARTING", "")),
+    parse_replay(os.environ.get("FORALL_REPLAY", "")),
+    parting=parse_parting(os.environ.get("FORALL_PARTING", "")),
 )

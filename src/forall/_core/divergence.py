@@ -1,7 +1,7 @@
 """Divergence: the exceptions raised where Python needs one value and examples have different ones.
 
 This is the basis of all control flow. Code that needs one Python value of differing examples raises
-`Parted`, which ends the run. The call of the level then reruns each group of examples by itself. A
+`Diverged`, which ends the run. The call of the level then reruns each group of examples by itself. A
 group agrees on all values that were read so far, so nothing of the first run has to be kept.
 """
 
@@ -10,25 +10,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forall._core.call_site import Place
+    from forall._core.call_site import SourceLine
 
 
-class Parted(BaseException):
+class Diverged(BaseException):
     """The examples of ``level`` diverge into these groups, of numbers from 0.
 
     This is no ``Exception``, so that the user's ``except Exception`` does not catch it.
     """
 
-    def __init__(self, level: Any, groups: list[list[int]], place: Place) -> None:
+    def __init__(self, level: Any, groups: list[list[int]], place: SourceLine) -> None:
         super().__init__("examples part")
         self.level = level
         self.groups = groups
         self.place = place
 
 
-class Late(BaseException):
+class TimeExceeded(BaseException):
     """A trial of another way to run a call takes longer than the time allowed for it."""
 
 
-class Apart(BaseException):
+class CannotMerge(BaseException):
     """Examples have diverged so that they cannot run together; the argument says why."""

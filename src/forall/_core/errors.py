@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import Place, users_line
+from forall._core.call_site import SourceLine, find_users_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,46 +29,46 @@ class DataDependentError(RuntimeError):
 
 
 _WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
-_FIRST: dict[str, Place] = {}
+_FIRST: dict[str, SourceLine] = {}
 
 
-def slow(text: str) -> None:
+def warn_slow_path(text: str) -> None:
     """Warn of a slow path at the user's line; once, unless the user's filters show more."""
     place = _FIRST.get(text)
     if place is None or (text, PerformanceWarning, place.line) not in _WARNED:
-        place = _FIRST[text] = users_line()
+        place = _FIRST[text] = find_users_line()
     warnings.warn_explicit(text, PerformanceWarning, *place, registry=_WARNED)
 
 
-def columns(rows: list[tuple[str, ...]]) -> str:
+def format_columns(rows: list[tuple[str, ...]]) -> str:
     """Format rows as aligned, indented text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(f"    {line}" for line in lines)
 
 
-def short(value: object) -> str:
+def format_short(value: object) -> str:
     """Format a tensor as dtype and shape, also within a tree; anything else as a clipped repr."""
-    text = " ".join(_shown(value).split())
+    text = " ".join(_format_value(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if value.is_nested:  # it may have no shape
             return f"nested {dtype}, {str(value.layout).removeprefix('torch.')}"
         return f"{dtype}{list(value.shape)}"
     if type(value) is list:
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     if type(value) is tuple:
-        return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(_format_value, value))}{',' if len(value) == 1 else ''})"
     if type(value) is dict:
-        return f"{{{', '.join(f'{k!r}: {_shown(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{k!r}: {_format_value(v)}' for k, v in value.items())}}}"
     return repr(value)
 
 
-def marks(value: Wrapper) -> str:
+def format_repr_marks(value: Wrapper) -> str:
     """Return the end of a wrapper's repr: its autograd history, and whether it has escaped."""
     text = ""
     if value.grad_fn is not None:
@@ -78,7 +78,7 @@ def marks(value: Wrapper) -> str:
     return text if value.level.active else f"{text}, kept after the call"
 
 
-def kind(value: object) -> str:
+def type_name_of(value: object) -> str:
     """Return the name of a value's type as a user knows it: our wrappers are tensors."""
     return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
@@ -90,7 +90,7 @@ def name_of(func: object) -> str:
     return getattr(func, "__name__", None) or type(func).__name__
 
 
-class Call:
+class TransformCall:
     """A call of a transform, formatted as its user would write it when a message needs it."""
 
     __slots__ = ("func", "options", "verb")
@@ -101,14 +101,14 @@ class Call:
         self.options = options
 
     def __str__(self) -> str:
-        options = "".join(f", {name}={short(value)}" for name, value in self.options.items())
+        options = "".join(f", {name}={format_short(value)}" for name, value in self.options.items())
         return f"{self.verb}({name_of(self.func)}{options})"
 
 
-class Origin(NamedTuple):
+class CallOrigin(NamedTuple):
     """The transform's call that a level belongs to, for messages."""
 
-    call: Call
+    call: TransformCall
     at: tuple[CodeType, int]  # the user's code, and the instruction that it is at
     numbers: Sequence[int]  # of the level's examples, among all of the call
     size: int  # how many examples the call has
@@ -119,17 +119,17 @@ class Origin(NamedTuple):
         return not (getattr(self.call.func, "__module__", None) or "").startswith("forall._")
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SourceLine:
         code, at = self.at
         lines = (line for start, end, line in code.co_lines() if start <= at < end)
-        return Place(code.co_filename, next(lines, None) or code.co_firstlineno)
+        return SourceLine(code.co_filename, next(lines, None) or code.co_firstlineno)
 
 
-def data_dependent(op: str, cure: str) -> DataDependentError:
-    place = users_line()
+def data_dependent_error(op: str, cure: str) -> DataDependentError:
+    place = find_users_line()
     return DataDependentError(
         f"vmap: {op} asks for a value that differs between the examples.\n"
-        f"{columns([('at', str(place), place.text())])}\n"
+        f"{format_columns([('at', str(place), place.text())])}\n"
         "All examples run as one, so there is no single answer here.\n"
         f"{cure}"
     )
@@ -143,39 +143,39 @@ _CURES = {
 _CURES["__array__"] = _CURES["numpy"]
 
 
-def no_memory(name: str, value: torch.Tensor, size: int) -> DataDependentError:
+def no_memory_error(name: str, value: torch.Tensor, size: int) -> DataDependentError:
     call = {"__reduce_ex__": "pickle", "__array__": "np.asarray(x)"}
-    row = ("x", f"{short(value)}, one for each of {size} examples")
+    row = ("x", f"{format_short(value)}, one for each of {size} examples")
     cure = _CURES.get(name, "Use torch's operators, or forall.stacked(x): all examples together.")
     return DataDependentError(
         f"vmap: {call.get(name, f'x.{name}()')} asks for the memory of one example.\n"
-        f"{columns([row])}\n"
+        f"{format_columns([row])}\n"
         f"All examples lie in one stack, and none has memory of its own.\n{cure}"
     )
 
 
-def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> RuntimeError:
-    rows = [("written to", short(target), "from before the call, one for all examples")]
-    rows += [("data", short(d), "differs between the examples") for d in data]
+def shared_write_error(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> RuntimeError:
+    rows = [("written to", format_short(target), "from before the call, one for all examples")]
+    rows += [("data", format_short(d), "differs between the examples") for d in data]
     return RuntimeError(
         f"vmap: {op} writes per-example data into a tensor that all examples share.\n"
-        f"{columns(rows)}\n"
+        f"{format_columns(rows)}\n"
         "Each example would overwrite the last one's result. To give every example its own, map "
         "the tensor (in_dims) or clone it inside the function (.clone())."
     )
 
 
-def collective(transform: str, func: object) -> RuntimeError:
+def collective_error(transform: str, func: object) -> RuntimeError:
     """Return the error for an operator of torch.distributed inside a level.
 
     A collective knows nothing of examples and tangents: its kernels read memory that a wrapper
     does not have, or answer for all examples at once.
     """
-    place = users_line()
+    place = find_users_line()
     return RuntimeError(
         f"{transform}: {func} communicates between processes, which has no meaning for one "
         "example or tangent.\n"
-        f"{columns([('at', str(place), place.text())])}\n"
+        f"{format_columns([('at', str(place), place.text())])}\n"
         "Return what is to be communicated, and call torch.distributed on the result, "
         f"outside {transform}."
     )
@@ -193,19 +193,23 @@ def note_missing_axis(error: BaseException) -> None:
         )
 
 
-def escaped(func: object, value: torch.Tensor, origin: Origin | None) -> RuntimeError:
-    rows = [("used by", str(func)), ("value", f"{short(value)}, one for each example")]
+def escaped_value_error(
+    func: object, value: torch.Tensor, origin: CallOrigin | None
+) -> RuntimeError:
+    rows = [("used by", str(func)), ("value", f"{format_short(value)}, one for each example")]
     call = "vmap"
     if origin is not None:
         if origin.is_users:
             call = str(origin.call)
             code = getattr(origin.call.func, "__code__", None)
             if code is not None:
-                rows.append(("made in", f"{name_of(origin.call.func)}, at {Place.of(code)}"))
+                rows.append(
+                    ("made in", f"{name_of(origin.call.func)}, at {SourceLine.from_code(code)}")
+                )
         rows.append(("called", f"at {origin.place}"))
     return RuntimeError(
         f"{call}: a value of one example is used after the call.\n"
-        f"{columns(rows)}\n"
+        f"{format_columns(rows)}\n"
         "The examples are there one by one during the call alone. Return it from the function, or "
         "take all examples together: forall.stacked(value)."
     )

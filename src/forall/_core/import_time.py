@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def without_collector() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Switch the garbage collector off for a time, while modules are imported.
 
     Imports leave no garbage, but a search for it walks through all of torch. That takes as long as

@@ -26,17 +26,17 @@ from forall._compat.dispatch_state import (
     functions_are_off,
     functions_off,
     in_torch_func,
+    is_functorch_wrapped,
     is_mode_on,
+    make_plain_alias,
     outside_torch_func,
-    plain_alias,
-    torch_funcs,
 )
 from forall._compat.exception_safety import contextmanager
 from forall._compat.jagged_layout import (
     Jagged,
-    held_rows,
-    with_held_rows,
-    with_rows,
+    get_raw_rows,
+    replace_raw_rows,
+    replace_rows,
 )
 from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.wrapper_tensor import Wrapper
@@ -44,7 +44,7 @@ from forall._compat.wrapper_tensor import Wrapper
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from forall._core.errors import Origin
+    from forall._core.errors import CallOrigin
 
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _numbers = count(1)
 
 
-def numbered(before: Level | None) -> tuple[Any, Any]:
+def assign_entry_order(before: Level | None) -> tuple[Any, Any]:
     """A new level's place, after all others or just ``before`` one; and the room below it."""
     n = next(_numbers)
     if before is None:
@@ -68,17 +68,17 @@ class Level:
 
     def __init__(self, parent: Level | None) -> None:
         self.parent = self.born_in = parent
-        self.number, self.room = numbered(stack.since)
-        self.around = _around(parent, stack.place)
+        self.number, self.room = assign_entry_order(stack.since)
+        self.around = _levels_around(parent, stack.place)
         self.active = False
-        self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.lift_cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Weak references to (tensor, stand-in) pairs. A backward pass that runs after the level has
         # ended finds the same stand-in through them.
         self.stood_in: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = {}
 
     # The sub-level whose examples run now, where they have diverged; None for all of them. A level
     # must not hold itself: that would keep it alive, with all that its values hold, after its end.
-    part: Level | None = None
+    sub_level: Level | None = None
 
     @property
     def root(self) -> Level:
@@ -86,35 +86,35 @@ class Level:
         return self
 
     @property
-    def acting(self) -> Level:
+    def acting_level(self) -> Level:
         """The level that acts for this root now: a sub-level, or the root itself."""
-        return self.part or self
+        return self.sub_level or self
 
     # The user's call that made the level, if there is one.
-    origin: Origin | None = None
+    origin: CallOrigin | None = None
 
     # True if values are valid during a call only, so that they can escape from it.
     ends = True
 
     # True if a derivative is recorded on the values themselves, so that a custom Function must be
     # applied at this level.
-    peels = False
+    records_on_value = False
     # True if the level decides how random numbers are drawn.
     draws = False
 
-    def some(self, tensor: torch.Tensor) -> torch.Tensor:
+    def restrict_value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Restrict a value of the root to the examples of this sub-level."""
         raise NotImplementedError
 
-    def push(self, h: Function, args: tuple) -> tuple:
-        """Apply ``h`` to values of this level: see `at`."""
+    def apply_further_out(self, h: Function, args: tuple) -> tuple:
+        """Apply ``h`` to values of this level: see `apply_at_level`."""
         raise NotImplementedError
 
-    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+    def lift_one_level(self, tensor: torch.Tensor) -> torch.Tensor:
         """Lift ``tensor``, a value of the level just outside, to a value of this level."""
         raise NotImplementedError
 
-    def by_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
+    def call_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
         """Run a numpy function that torch's own numpy layer does not have."""
         name = getattr(func, "__name__", func)
         raise NotImplementedError(
@@ -122,23 +122,23 @@ class Level:
             "Use torch's function."
         )
 
-    def afterwards(self, tensor: Wrapper) -> torch.Tensor:
+    def fallback_value(self, tensor: Wrapper) -> torch.Tensor:
         """Return the fallback of an escaped value, without its history; itself if it has none."""
         raise NotImplementedError
 
-    def kept(self, tensor: Any) -> torch.Tensor:
+    def fallback_with_history(self, tensor: Any) -> torch.Tensor:
         """Return the fallback of an escaped value with its history, for the user's further use."""
-        return self.afterwards(tensor)
+        return self.fallback_value(tensor)
 
-    def gathered(self, gradient: Any) -> torch.Tensor:
+    def fallback_gradient(self, gradient: Any) -> torch.Tensor:
         """Return the fallback of a gradient of a variable that was made at this level."""
-        return self.afterwards(gradient)
+        return self.fallback_value(gradient)
 
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments with captured tensors lifted: each is shared by all examples."""
         return (args, kwargs) if self.parent is None else self.parent.share_captured(args, kwargs)
 
-    def under(self, tensors: list, f: Function) -> torch.Tensor:
+    def apply_to_inner(self, tensors: list, f: Function) -> torch.Tensor:
         """Apply ``f`` to the inner values of these wrappers, and wrap its result."""
         raise NotImplementedError
 
@@ -146,9 +146,13 @@ class Level:
         """Run one operator on values of this level."""
         raise NotImplementedError
 
-    def told(self, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
+    def explain_error(
+        self, error: Exception, func: Any, args: tuple, kwargs: dict, /
+    ) -> BaseException:
         """Return the exception to raise for a failed operator; vmap adds the failing example."""
-        return error if self.parent is None else self.parent.told(error, func, args, kwargs)
+        return (
+            error if self.parent is None else self.parent.explain_error(error, func, args, kwargs)
+        )
 
     def raise_told(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
         """Raise the error by which the level explains an operator's failure.
@@ -156,18 +160,18 @@ class Level:
         Return if that is ``error`` itself, so that the caller raises it. Return also within the
         handler of another operator, whose own failure will be explained.
         """
-        theirs = error if functions_are_off() else self.told(error, func, args, kwargs)
+        theirs = error if functions_are_off() else self.explain_error(error, func, args, kwargs)
         if theirs is not error:
             raise theirs from None
 
-    def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def run_after_exit(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run one operator of the user's on values of this level after its end."""
         raise NotImplementedError
 
     # True if the level's function mode lifts the tensors that its examples capture.
     shares = False
 
-    def moves(self, tensor: Wrapper) -> bool:
+    def carries_tangent(self, tensor: Wrapper) -> bool:
         """True if a value of this level has a tangent."""
         return False
 
@@ -178,7 +182,7 @@ class Level:
         return self.root is not other.root and other.root not in self.around
 
 
-class _Stack(exception_safety.Here):
+class _Stack(exception_safety.RestoredState):
     top: Level | None = None
     parted = 0  # how many levels have a sub-level that acts for them
     ever_parted = False
@@ -194,7 +198,7 @@ class _Stack(exception_safety.Here):
     late: Callable[[], None] | None = None  # raises where a call that is tried takes too long
 
 
-stack = _Stack.made()
+stack = _Stack.make_instance()
 
 
 def top() -> Level | None:
@@ -205,7 +209,7 @@ def top() -> Level | None:
 _NONE: frozenset[Level] = frozenset()
 
 
-def _around(*places: Level | None) -> frozenset[Level]:
+def _levels_around(*places: Level | None) -> frozenset[Level]:
     """Return these levels, and the levels that they are inside of."""
     around = _NONE
     for level in places:
@@ -214,12 +218,12 @@ def _around(*places: Level | None) -> frozenset[Level]:
     return around
 
 
-def around_what_runs() -> frozenset[Level]:
+def levels_around_current() -> frozenset[Level]:
     """Return the levels around the running code; for recomputed code also ended levels."""
-    return _around(stack.top, stack.place)
+    return _levels_around(stack.top, stack.place)
 
 
-class entered:
+class activate_level:
     """Context in which a level is active: its transform runs the user's function in it."""
 
     __slots__ = ("caches", "level", "previous")
@@ -229,7 +233,7 @@ class entered:
 
     def __enter__(self) -> Level:
         if fsdp.needs_patch():
-            fsdp.patch(outside_all)
+            fsdp.patch(run_outside_all)
         # Autocast would keep casts that are values of the level, and use them when it has ended.
         self.caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -242,8 +246,8 @@ class entered:
         torch.set_autocast_cache_enabled(self.caches)
         stack.top = self.previous
         self.level.active = False
-        if self.level.lifted:
-            _let_go(self.level)
+        if self.level.lift_cache:
+            _release_lifted(self.level)
 
 
 def _abandon(left: list, _: int) -> None:
@@ -254,44 +258,44 @@ def _abandon(left: list, _: int) -> None:
         inner = inner.parent
     for level in left:
         if isinstance(level, Level) and level.active and not is_mode_on(level):
-            level.active, level.part = False, None
-            level.lifted.clear()
+            level.active, level.sub_level = False, None
+            level.lift_cache.clear()
 
 
 exception_safety.PUT_BACK.append(_abandon)
 
 
-def _let_go(level: Level) -> None:
+def _release_lifted(level: Level) -> None:
     """Release the tensors that were lifted to a level, with their stand-ins.
 
     Weak references remain: a user's backward may have saved a stand-in, and when it runs it
     captures the tensor again.
     """
-    lifted = level.lifted.items()
+    lifted = level.lift_cache.items()
     level.stood_in = {i: (ref(t), ref(s)) for i, (t, s) in lifted if s.requires_grad}
-    level.lifted.clear()
+    level.lift_cache.clear()
 
 
-def _stood_in(tensor: torch.Tensor, level: Level) -> torch.Tensor | None:
+def _find_past_stand_in(tensor: torch.Tensor, level: Level) -> torch.Tensor | None:
     """Return the stand-in of a tensor in an ended call, if it is still alive."""
     of, stand_in = level.stood_in.get(id(tensor), (NoneType, NoneType))
     return stand_in() if of() is tensor and torch.is_grad_enabled() else None
 
 
-def complete(t: torch.Tensor | None) -> torch.Tensor | None:
+def complete_gradient(t: torch.Tensor | None) -> torch.Tensor | None:
     """Extend a gradient of a sub-level's examples to all examples, with zeros for the others."""
     inner = t
     while isinstance(inner, Wrapper):
         level = inner.level
-        if level.acting is not level and level.active:
-            return complete(level.completed(t, level.acting))
+        if level.acting_level is not level and level.active:
+            return complete_gradient(level.complete_gradient_for(t, level.acting_level))
         inner = inner.value
     return t
 
 
-def act(root: Level, level: Level) -> None:
+def set_acting_level(root: Level, level: Level) -> None:
     """Let ``level``, the root or one of its sub-levels, act for the root."""
-    was, root.part = root.acting, None if level is root else level
+    was, root.sub_level = root.acting_level, None if level is root else level
     if was is level:
         return
     stack.parted += (level is not root) - (was is not root)
@@ -317,7 +321,7 @@ def levels_in(args: tuple, kwargs: dict) -> list[Level]:
     return found
 
 
-def innermost(levels: Iterable[Level]) -> Level:
+def find_innermost(levels: Iterable[Level]) -> Level:
     """Return the innermost of these levels: the first to act on an operator on their values."""
     best = None
     for level in levels:
@@ -330,7 +334,7 @@ def innermost(levels: Iterable[Level]) -> Level:
 def level_of(tensor: torch.Tensor) -> Level | None:
     """Return the level that a tensor belongs to; None for an ordinary tensor."""
     if type(tensor) is Jagged:
-        tensor = held_rows(tensor)
+        tensor = get_raw_rows(tensor)
     return tensor.level if isinstance(tensor, Wrapper) else None
 
 
@@ -341,7 +345,7 @@ def is_from_outside(tensor: torch.Tensor, level: Level) -> bool:
     """
     own = level_of(tensor)
     if own is None:
-        return not torch_funcs(tensor)
+        return not is_functorch_wrapped(tensor)
     return own.root is not level.root and own.is_outside(level)
 
 
@@ -354,25 +358,25 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
     if level is None or not is_from_outside(tensor, level):
         return tensor
     if level.root is not level:  # once for all examples, so that there is one derivative
-        return level.some(lift(tensor, level.root))
-    found = level.lifted.get(id(tensor))
+        return level.restrict_value(lift(tensor, level.root))
+    found = level.lift_cache.get(id(tensor))
     if found is None:
         if in_torch_func():
             with outside_torch_func():
                 return lift(tensor, level)
-        if level.stood_in and (stood_in := _stood_in(tensor, level)) is not None:
+        if level.stood_in and (stood_in := _find_past_stand_in(tensor, level)) is not None:
             return stood_in
         with functions_off():
             if type(tensor) is Jagged:
-                lifted = with_rows(tensor, lift(tensor.values(), level))
+                lifted = replace_rows(tensor, lift(tensor.values(), level))
             else:
-                lifted = level.share(lift(tensor, level.born_in))
+                lifted = level.lift_one_level(lift(tensor, level.born_in))
         if (
             not level.active  # after its end nothing clears the cache
             or lifted.requires_grad != tensor.requires_grad  # under no_grad it would stay cut
         ):
             return lifted
-        found = level.lifted[id(tensor)] = (tensor, lifted)
+        found = level.lift_cache[id(tensor)] = (tensor, lifted)
     return found[1]
 
 
@@ -383,23 +387,23 @@ def graph_free(tensor: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(tensor, Wrapper):
         return tensor.graph_free()
-    if type(tensor) is Jagged and isinstance(held_rows(tensor), Wrapper):
-        return with_held_rows(tensor, graph_free(held_rows(tensor)))
+    if type(tensor) is Jagged and isinstance(get_raw_rows(tensor), Wrapper):
+        return replace_raw_rows(tensor, graph_free(get_raw_rows(tensor)))
     if not tensor.requires_grad and tensor.grad_fn is None:
         return tensor
-    return plain_alias(tensor)
+    return make_plain_alias(tensor)
 
 
-def second_name(tensor: torch.Tensor) -> torch.Tensor:
+def alias_for_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """Return the alias that autograd's own detach gets when it saves or unpacks a tensor.
 
     A tensor of another level must not be wrapped by ours: autograd would put the tensor's history
     on our wrapper, where its own level does not see it.
     """
-    return tensor.graph_free() if isinstance(tensor, Wrapper) else plain_alias(tensor)
+    return tensor.graph_free() if isinstance(tensor, Wrapper) else make_plain_alias(tensor)
 
 
-class outside:
+class run_outside:
     """Context that runs code just outside ``level``: its mode, and those of inner levels, are off.
 
     A mode that belongs to no level and has ``stays`` set remains on: it must see all user code.
@@ -434,19 +438,19 @@ class outside:
 
 
 @contextmanager
-def outside_all() -> Iterator[None]:
+def run_outside_all() -> Iterator[None]:
     """Context that runs code outside of every level, with function modes off."""
     level = stack.top
     while level is not None and level.parent is not None:
         level = level.parent
-    with functions_off(), nullcontext() if level is None else outside(level):
+    with functions_off(), nullcontext() if level is None else run_outside(level):
         yield
 
 
-def peels(tensor: torch.Tensor) -> bool:
+def is_recorded_on_value(tensor: torch.Tensor) -> bool:
     """True if a level that records a derivative on its values has wrapped this one."""
     while isinstance(tensor, Wrapper):
-        if tensor.level.peels:
+        if tensor.level.records_on_value:
             return True
         known = vars(tensor).get("peels")  # a lazy tensor's; reading its value would materialize it
         if known is not None:
@@ -455,27 +459,27 @@ def peels(tensor: torch.Tensor) -> bool:
     return False
 
 
-def moves(tensor: torch.Tensor) -> bool:
+def has_any_tangent(tensor: torch.Tensor) -> bool:
     """True if this value has a tangent at any level."""
     while isinstance(tensor, Wrapper):
-        if tensor.level.moves(tensor):
+        if tensor.level.carries_tangent(tensor):
             return True
         tensor = tensor.value
     return False
 
 
-def at(level: Level | None, h: Function, args: tuple) -> tuple:
+def apply_at_level(level: Level | None, h: Function, args: tuple) -> tuple:
     """Apply ``h`` to values of ``level``, running it so far out that its operators meet no tangent.
 
     Levels on the way transform ``h``: a jvp level derives the tangent from its pull-back, a vmap
     level makes it a function of stacks.
     """
-    if level is None or not any(peels(a) for a in args):
+    if level is None or not any(is_recorded_on_value(a) for a in args):
         return h(*args)
-    return level.push(h, args)
+    return level.apply_further_out(h, args)
 
 
-def made_of(h: Function, make: Callable[[Function], Function]) -> Function:
+def map_with_rule(h: Function, make: Callable[[Function], Function]) -> Function:
     """Return ``make(h)``, with ``make`` applied to its tangent rule too, if ``h`` has one."""
     made = make(h)
     rule = getattr(h, "rule", None)
@@ -484,7 +488,7 @@ def made_of(h: Function, make: Callable[[Function], Function]) -> Function:
     return made
 
 
-def deepest(args: tuple) -> Level | None:
+def find_innermost_of(args: tuple) -> Level | None:
     """Return the innermost level of these values; None if no value has a level."""
     levels = [a.level for a in args if isinstance(a, Wrapper)]
-    return innermost(levels) if levels else None
+    return find_innermost(levels) if levels else None

@@ -13,13 +13,13 @@ import torch
 from forall._compat.dispatch_state import AUTOGRAD, is_excluded
 from forall._compat.jagged_layout import (
     Jagged,
-    components,
-    held_rows,
-    jagged_dim,
-    with_held_rows,
-    with_rows,
+    find_jagged_dim,
+    get_raw_rows,
+    replace_raw_rows,
+    replace_rows,
+    split_components,
 )
-from forall._core.levels import second_name
+from forall._core.levels import alias_for_autograd
 
 aten = torch.ops.aten
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -27,12 +27,12 @@ _GET_ROWS = frozenset({aten._nested_get_values.default, aten.values.default})
 _DETACH = aten.detach.default
 
 
-def answer(func: Any, args: tuple) -> Any:
+def run_on_nested(func: Any, args: tuple) -> Any:
     """Run an operator that torch's class gets wrong here; NotImplemented for all others."""
     if func in _GET_ROWS:
-        return second_name(held_rows(args[0]))
+        return alias_for_autograd(get_raw_rows(args[0]))
     if func is _DETACH and type(args[0]) is Jagged and not is_excluded(AUTOGRAD):
-        return with_held_rows(args[0], second_name(held_rows(args[0])))
+        return replace_raw_rows(args[0], alias_for_autograd(get_raw_rows(args[0])))
     return NotImplemented
 
 
@@ -40,7 +40,7 @@ def answer(func: Any, args: tuple) -> Any:
 OF_COMPONENTS = aten._nested_tensor_from_tensor_list.default
 
 
-def has_no_tangent() -> NotImplementedError:
+def no_tangent_error() -> NotImplementedError:
     return NotImplementedError(
         "jvp: attention of nested tensors, or another call that makes one of the strided layout, "
         "has no forward mode.\n"
@@ -48,11 +48,11 @@ def has_no_tangent() -> NotImplementedError:
     )
 
 
-def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def attend_components(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Compute attention within each component: torch's kernels for it take no wrappers."""
-    each = zip(*map(components, (query, key, value)), strict=True)
+    each = zip(*map(split_components, (query, key, value)), strict=True)
     found = [_ATTENTION(q, k, v, *args, **kwargs) for q, k, v in each]
-    return with_rows(query, torch.cat(found, jagged_dim(query)))
+    return replace_rows(query, torch.cat(found, find_jagged_dim(query)))
 
 
-CALLS = {_ATTENTION: attend}
+CALLS = {_ATTENTION: attend_components}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.raw_containers import Bare, bare
+from forall._core.raw_containers import RawContainer, view_raw_container
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,11 +31,11 @@ _HERE = __file__.rsplit("_core", 1)[0]
 _STATELESS = (ModuleType, type(None))  # ``__self__`` of builtin functions that are no methods
 
 
-class Unwatched:
+class UnguardedState:
     """Base of objects kept from call to call that have no influence on a call's result."""
 
 
-class Weakly(Unwatched):
+class WeakBox(UnguardedState):
     """A weak reference to an object of the user's; ``of()`` is the object, or None."""
 
     __slots__ = ("of",)
@@ -44,7 +44,7 @@ class Weakly(Unwatched):
         self.of = of
 
 
-class Remembered:
+class PythonSnapshot:
     """A snapshot of the state that a function can reach, taken before it runs."""
 
     __slots__ = ("cells", "classes", "copies", "functions", "generators", "left", "names")
@@ -57,12 +57,12 @@ class Remembered:
         self.functions: set[FunctionType] = set()
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # restored by callers
         self.left = _MOST
-        self._all(given, 1)
-        self._callable(func)
+        self._take_all(given, 1)
+        self._take_callable(func)
 
-    def _callable(self, func: Any) -> None:
+    def _take_callable(self, func: Any) -> None:
         if type(func) is FunctionType and not func.__dict__:  # as most are: it wraps nothing
-            self._function(func, 2)
+            self._take_function(func, 2)
             return
         if type(func) is BuiltinFunctionType and isinstance(func.__self__, _STATELESS):
             return
@@ -71,19 +71,19 @@ class Remembered:
             func = func.func
         wrapped = getattr(func, "__wrapped__", None)
         if wrapped is not None:
-            self._callable(wrapped)
+            self._take_callable(wrapped)
         owner = getattr(func, "__self__", func)
         func = getattr(func, "__func__", func)
         if not isinstance(func, FunctionType):
             func = getattr(type(func), "__call__", None)  # noqa: B004 - the function itself
         if not isinstance(owner, FunctionType):
             self._take(owner, 1)
-            self._class(type(owner))
-        self._function(func, 2)
+            self._take_class(type(owner))
+        self._take_function(func, 2)
 
-    def _function(self, func: Any, depth: int) -> None:
+    def _take_function(self, func: Any, depth: int) -> None:
         """Take what a function, and the user's functions that it names, can rebind or change."""
-        if not isinstance(func, FunctionType) or func in self.functions or is_a_library(func):
+        if not isinstance(func, FunctionType) or func in self.functions or is_library_object(func):
             return
         code = func.__code__
         if code.co_filename.startswith(_HERE):
@@ -91,57 +91,57 @@ class Remembered:
         self.functions.add(func)
         self._take(func.__dict__, 0)
         for cell in func.__closure__ or ():
-            value = contents(cell)
+            value = cell_contents_of(cell)
             self.cells.append((cell, value))
-            self._reached(value, depth)
+            self._take_reached(value, depth)
         names = func.__globals__
         for name, written in globals_of(code):
             value = names.get(name, UNSET)
             if written:
                 self.names.append((names, name, value))
             if value is not UNSET:  # else a builtin's name
-                self._reached(value, depth)
+                self._take_reached(value, depth)
 
-    def _reached(self, value: Any, depth: int) -> None:
+    def _take_reached(self, value: Any, depth: int) -> None:
         kind = type(value)
         if kind is FunctionType:
             if depth:
-                self._function(value, depth - 1)
+                self._take_function(value, depth - 1)
         elif issubclass(kind, type):
-            self._class(value)
+            self._take_class(value)
         elif _KINDS.get(kind) is not _PLAIN:
             self._take(value, 1)
 
-    def _class(self, kind: type) -> None:
-        if not is_a_library(kind):
+    def _take_class(self, kind: type) -> None:
+        if not is_library_object(kind):
             self.classes.append((kind, dict(vars(kind))))
 
-    def _object(self, thing: Any, depth: int) -> None:
+    def _take_object(self, thing: Any, depth: int) -> None:
         state = getattr(thing, "__dict__", None)
         if type(state) is dict:
             self._take(state, depth)
 
     def _take(self, value: Any, depth: int) -> None:
         """Take a container with all containers in it, and objects nested at most ``depth`` deep."""
-        kind = _kind(type(value))
+        kind = _container_class(type(value))
         if kind is _PLAIN:
             return
         if kind is tuple:
-            self._all(bare(value), depth)
+            self._take_all(view_raw_container(value), depth)
         elif kind is torch.Generator:
             self.generators.append((value, value.get_state()))
         elif kind is object:
             if depth:
-                self._object(value, depth - 1)
+                self._take_object(value, depth - 1)
         elif id(value) not in self.copies:
-            held = bare(value)
+            held = view_raw_container(value)
             if len(held) <= self.left:
                 self.left -= len(held)
                 self.copies[id(value)] = (held, held.copy())
                 if kind is not bytearray:
-                    self._all(held.values() if kind is dict else held, depth)
+                    self._take_all(held.values() if kind is dict else held, depth)
 
-    def _all(self, values: Iterable[Any], depth: int) -> None:
+    def _take_all(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
             kind = _KINDS.get(type(value))
             if kind is _PLAIN or (kind is object and not depth):  # as most are; a call is dear
@@ -151,18 +151,18 @@ class Remembered:
             else:
                 self._take(value, depth)
 
-    def changed(self) -> bool:
+    def differs_from_now(self) -> bool:
         """True if anything has changed since the snapshot."""
         return (
-            any(contents(cell) is not value for cell, value in self.cells)
+            any(cell_contents_of(cell) is not value for cell, value in self.cells)
             or any(names.get(name, UNSET) is not value for names, name, value in self.names)
-            or any(not _same(dict(vars(kind)), state) for kind, state in self.classes)
-            or any(not _same(container, copy) for container, copy in self.copies.values())
+            or any(not _holds_same(dict(vars(kind)), state) for kind, state in self.classes)
+            or any(not _holds_same(container, copy) for container, copy in self.copies.values())
         )
 
     def restore(self) -> None:
         for cell, value in self.cells:
-            if contents(cell) is not value:
+            if cell_contents_of(cell) is not value:
                 if value is UNSET:
                     del cell.cell_contents
                 else:
@@ -175,8 +175,8 @@ class Remembered:
         for kind, state in self.classes:
             _restore_class(kind, state)
         for container, copy in self.copies.values():
-            if isinstance(container, Bare):
-                container.become(copy)
+            if isinstance(container, RawContainer):
+                container.replace_contents(copy)
             elif isinstance(container, (list, bytearray)):
                 container[:] = copy
             else:
@@ -184,7 +184,7 @@ class Remembered:
                 (container.extend if isinstance(container, deque) else container.update)(copy)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _holds_same(one: Any, other: Any) -> bool:
     """True if two containers of one class hold the same objects in the same order."""
     if not one or not other:
         return len(one) == len(other)
@@ -200,7 +200,7 @@ _PLAIN = type(None)  # nothing in it that a call could change without being seen
 _KINDS: dict[type, type] = {}
 
 
-def _kind(of: type) -> type:
+def _container_class(of: type) -> type:
     """Return the class that decides how a value is taken: a container's, or object for others."""
     try:
         return _KINDS[of]
@@ -221,11 +221,11 @@ _LIBRARIES = frozenset(
 )
 
 
-def is_a_library(thing: Any) -> bool:
-    return is_library(thing.__module__ or "")
+def is_library_object(thing: Any) -> bool:
+    return is_library_module(thing.__module__ or "")
 
 
-def is_no_users(thing: Any) -> bool:
+def is_not_users(thing: Any) -> bool:
     """True if a class or function is a library's or Python's own, so that it does not change.
 
     A class that a library derives from one of the user's counts as the user's. So does a class that
@@ -234,28 +234,28 @@ def is_no_users(thing: Any) -> bool:
     if isinstance(thing, type):
         if thing.__qualname__.endswith("GraphModuleImpl"):
             return False
-        return all(is_none_by_name(kind.__module__ or "") for kind in thing.__mro__)
+        return all(is_not_users_module(kind.__module__ or "") for kind in thing.__mro__)
     # functools.wraps gives a function the name of another
-    name = home_of(thing) if isinstance(thing, FunctionType) else thing.__module__
+    name = module_name_of(thing) if isinstance(thing, FunctionType) else thing.__module__
     # An extension may have put its module there, not the name.
-    return isinstance(name, str) and is_none_by_name(name)
+    return isinstance(name, str) and is_not_users_module(name)
 
 
-def is_none_by_name(module: str) -> bool:
+def is_not_users_module(module: str) -> bool:
     """True if this is the name of a library's module or of one of Python's own."""
-    return is_library(module) or module.partition(".")[0] in sys.stdlib_module_names
+    return is_library_module(module) or module.partition(".")[0] in sys.stdlib_module_names
 
 
 def is_ours(func: FunctionType) -> bool:
-    return home_of(func).partition(".")[0] == "forall"
+    return module_name_of(func).partition(".")[0] == "forall"
 
 
-def home_of(func: FunctionType) -> str:
+def module_name_of(func: FunctionType) -> str:
     """Return the name of the module whose globals a function has; "" if they have no name."""
     return func.__globals__.get("__name__") or ""
 
 
-def is_library(module: str) -> bool:
+def is_library_module(module: str) -> bool:
     """True if this is the name of a module of one of the known libraries."""
     return module.partition(".")[0] in _LIBRARIES
 
@@ -269,7 +269,7 @@ def _restore_class(kind: type, state: dict[str, Any]) -> None:
             setattr(kind, name, value)
 
 
-def contents(cell: CellType) -> Any:
+def cell_contents_of(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
@@ -305,9 +305,9 @@ def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def rebound_of(code: CodeType) -> frozenset[str]:
+def find_rebound_names(code: CodeType) -> frozenset[str]:
     """Return the names of closure variables that a function, or one inside it, rebinds."""
-    inner = [rebound_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    inner = [find_rebound_names(c) for c in code.co_consts if isinstance(c, CodeType)]
     own = (i.argval for i in instructions_of(code) if i.opname in _REBINDS)
     return frozenset(own).union(*inner)
 
@@ -315,12 +315,12 @@ def rebound_of(code: CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def may_rebind(code: CodeType) -> bool:
     """True if a function may rebind names that are not its own."""
-    return rebinds(code, names_of(code))
+    return may_rebind_by(code, names_of(code))
 
 
-def rebinds(code: CodeType, names: frozenset[str]) -> bool:
+def may_rebind_by(code: CodeType, names: frozenset[str]) -> bool:
     """True if a function rebinds names that are not its own, or may do so by one of ``names``."""
-    if not rebound_of(code).isdisjoint(code.co_freevars):
+    if not find_rebound_names(code).isdisjoint(code.co_freevars):
         return True
     return any(written for _, written in globals_of(code)) or not _NAMESPACES.isdisjoint(names)
 
@@ -333,15 +333,15 @@ def names_of(code: CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def written_in(code: CodeType) -> frozenset[str]:
+def find_names_and_text(code: CodeType) -> frozenset[str]:
     """Return all names and string constants in a function, or in one inside it."""
-    return frozenset(code.co_names).union(*map(in_constant, code.co_consts))
+    return frozenset(code.co_names).union(*map(find_names_in_constant, code.co_consts))
 
 
-def in_constant(constant: Any) -> Iterable[str]:
+def find_names_in_constant(constant: Any) -> Iterable[str]:
     """Return the names and strings in a constant of a code object."""
     if isinstance(constant, CodeType):
-        return written_in(constant)
+        return find_names_and_text(constant)
     if isinstance(constant, (tuple, frozenset)):
-        return [name for c in constant for name in in_constant(c)]
+        return [name for c in constant for name in find_names_in_constant(c)]
     return [constant] if isinstance(constant, str) else ()  # any text may name an attribute

@@ -17,12 +17,12 @@ _DICTS = (OrderedDict, defaultdict, dict)
 _IN_C = frozenset({*_DICTS, MappingProxyType, list, tuple, deque, bytearray, set, frozenset})
 
 
-def bare(value: Any) -> Any:
+def view_raw_container(value: Any) -> Any:
     """Return a view of a container without overrides: itself if its class is a builtin one."""
-    return value if type(value) in _IN_C else Bare(value)
+    return value if type(value) in _IN_C else RawContainer(value)
 
 
-class Bare:
+class RawContainer:
     """A container of a user's class, read and written by the methods of its builtin base."""
 
     __slots__ = ("kind", "value")
@@ -64,7 +64,7 @@ class Bare:
             return dict(zip(self, self.values(), strict=True))
         return self.kind(self)
 
-    def become(self, copy: Any) -> None:
+    def replace_contents(self, copy: Any) -> None:
         """Replace the contents by those of ``copy``."""
         self.clear()
         (self.extend if hasattr(self.kind, "extend") else self.update)(copy)

@@ -13,88 +13,88 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from forall._compat import pytree
-from forall._compat.dispatch_state import functions_off, in_backward, users_tangents
+from forall._compat.dispatch_state import functions_off, has_users_tangents, is_in_backward
 from forall._compat.exception_safety import contextmanager
-from forall._compat.lazy_bits import lazy_zeros_stay
-from forall._compat.op_schema import facts
+from forall._compat.lazy_bits import keep_lazy_zeros
+from forall._compat.op_schema import get_facts
 from forall._compat.private_api import DispatchMode
-from forall._core.levels import Level, act, outside, stack, top
+from forall._core.levels import Level, run_outside, set_acting_level, stack, top
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def where_it_first_ran(function: Callable, *, recomputes: bool = True) -> Callable:
+def bind_original_context(function: Callable, *, recomputes: bool = True) -> Callable:
     """Wrap ``function`` so that any later call runs at the level that is active now.
 
     With ``recomputes`` the call computes the same values again, as a checkpoint does. Otherwise it
     computes something new, as a hook does.
     """
     level = top()
-    parts = [*_parts(level)] if stack.parted else []
+    parts = [*_sub_levels_of(level)] if stack.parted else []
 
-    def again(*args: Any, **kwargs: Any) -> Any:
+    def run_in_context(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as place:
-            since = entered_since(level)
+            since = find_level_entered_since(level)
             if since is not None:
-                place.enter_context(outside(since))
-            place.enter_context(_counted(level, since, recomputes))
-            place.enter_context(as_made_by(level))
-            place.enter_context(lazy_zeros_stay())  # in a pull-back of many at once they pass
+                place.enter_context(run_outside(since))
+            place.enter_context(_set_entry_point(level, since, recomputes))
+            place.enter_context(CreateForLevel(level))
+            place.enter_context(keep_lazy_zeros())  # in a pull-back of many at once they pass
             if parts:
-                place.enter_context(_Acting(parts))
+                place.enter_context(_ActingSubLevels(parts))
             return function(*args, **kwargs)
 
-    return again
+    return run_in_context
 
 
 @contextmanager
-def _counted(place: Level | None, since: Level | None, recomputes: bool) -> Iterator[None]:
+def _set_entry_point(place: Level | None, since: Level | None, recomputes: bool) -> Iterator[None]:
     """Order levels that are entered here as if entered then: see NOTE [inside and outside]."""
     was = stack.place, stack.since, stack.recomputes
-    stack.place, stack.since, stack.recomputes = place, since, recomputes and in_backward()
+    stack.place, stack.since, stack.recomputes = place, since, recomputes and is_in_backward()
     try:
         yield
     finally:
         stack.place, stack.since, stack.recomputes = was
 
 
-def _parts(level: Level | None) -> Iterator[Level]:
+def _sub_levels_of(level: Level | None) -> Iterator[Level]:
     while level is not None:
         if level.root is not level:
             yield level
         level = level.parent
 
 
-class _Acting:
+class _ActingSubLevels:
     """Context in which the same sub-levels act as in the first run, where examples had diverged."""
 
     def __init__(self, parts: list[Level]) -> None:
         self.parts = parts
 
     def __enter__(self) -> None:
-        self.was = [(part.root, part.root.acting) for part in self.parts]
+        self.was = [(part.root, part.root.acting_level) for part in self.parts]
         for part in self.parts:
-            act(part.root, part)
+            set_acting_level(part.root, part)
         stack.again += 1
 
     def __exit__(self, *_: object) -> None:
         stack.again -= 1
         for root, level in self.was:
-            act(root, level)
+            set_acting_level(root, level)
 
 
 def may_carry_tangents() -> bool:
     """True if forward-mode differentiation is active around the running code."""
     level = top()
     while level is not None:
-        if level.peels:
+        if level.records_on_value:
             return True
         level = level.parent
-    return users_tangents()
+    return has_users_tangents()
 
 
-def entered_since(level: Level | None) -> Level | None:
+def find_level_entered_since(level: Level | None) -> Level | None:
     """The outermost of the active levels that are inside ``level``, or beside it."""
     known = set() if level is None else {level.root, *level.around}
     found, now = None, top()
@@ -103,23 +103,23 @@ def entered_since(level: Level | None) -> Level | None:
     return found
 
 
-def _ended(level: Level | None) -> Any:
+def _ended_levels_that_draw(level: Level | None) -> Any:
     while level is not None:
         if level.draws and not level.active:
             yield level
         level = level.parent
 
 
-class as_made_by(ExitStack):
+class CreateForLevel(ExitStack):
     """Context in which new tensors belong to ``level`` and those around it, even ended ones."""
 
     def __init__(self, level: Level | None) -> None:
         super().__init__()
-        for ended in reversed([*_ended(level)]):
-            self.enter_context(_Makes(ended))
+        for ended in reversed([*_ended_levels_that_draw(level)]):
+            self.enter_context(_FactoryMode(ended))
 
 
-class _Makes(DispatchMode):
+class _FactoryMode(DispatchMode):
     """A mode that hands random draws and factory functions to a level that has ended.
 
     Such operators may have no argument from which their level can be seen.
@@ -132,15 +132,15 @@ class _Makes(DispatchMode):
         self.level = level
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not (facts(func).seeded or _is_new(func, args, kwargs)):
+        if not (get_facts(func).seeded or _is_factory(func, args, kwargs)):
             return func(*args, **(kwargs or {}))
         with functions_off():
             return self.level.run(func, args, kwargs or {})
 
 
-def _is_new(func: Any, args: tuple, kwargs: dict | None) -> bool:
+def _is_factory(func: Any, args: tuple, kwargs: dict | None) -> bool:
     """True if an operator is a factory function: its result depends on no tensor's values."""
     name = func.overloadpacket.__name__
     if name.endswith("_like") or name.startswith("new_"):
         return True
-    return not any(isinstance(a, Tensor) for a in pytree.leaves((args, kwargs)))
+    return not any(isinstance(a, Tensor) for a in pytree.get_leaves((args, kwargs)))

@@ -35,11 +35,11 @@ class Weights(NamedTuple):
     projection: Tensor | None  # (H', H)
 
     @classmethod
-    def of(cls, params: Sequence[Tensor]) -> Weights:
+    def from_params(cls, params: Sequence[Tensor]) -> Weights:
         biases = [*params[2:4]] if len(params) > 3 else [None, None]
         return cls(*params[:2], *biases, params[-1] if len(params) % 2 else None)
 
-    def like(self, found: Sequence[Tensor]) -> list[Tensor]:
+    def select_present(self, found: Sequence[Tensor]) -> list[Tensor]:
         """Return those of five gradients that belong to a parameter, in order."""
         return [g for g, w in zip(found, self, strict=True) if w is not None]
 
@@ -136,22 +136,22 @@ def _steps(
     steps = []
     for t in reversed(range(len(sizes))) if reverse else range(len(sizes)):
         n = sizes[t]
-        before, cell_before = _first(h, n), None if c is None else _first(c, n)
+        before, cell_before = _first_rows(h, n), None if c is None else _first_rows(c, n)
         by_hidden = linear(before, w.of_hidden, w.hidden_bias)
         new, cell, kept = _step(mode, given[t], by_hidden, before, cell_before)
         out = new if w.projection is None else linear(new, w.projection)
         outs[t] = out
         steps.append(_Step(t, before, cell_before, cell, kept, new))
-        h = _with_rest(out, h, n)
-        c = None if c is None else _with_rest(cell, c, n)
+        h = _replace_first_rows(out, h, n)
+        c = None if c is None else _replace_first_rows(cell, c, n)
     return outs, h, c, steps
 
 
-def _first(h: Tensor, n: int) -> Tensor:
+def _first_rows(h: Tensor, n: int) -> Tensor:
     return h if n == h.shape[0] else h[:n]
 
 
-def _with_rest(new: Tensor, h: Tensor, n: int) -> Tensor:
+def _replace_first_rows(new: Tensor, h: Tensor, n: int) -> Tensor:
     """Return ``h`` with its first rows replaced by ``new``."""
     return new if n == h.shape[0] else torch.cat([new, h[n:]])
 
@@ -174,20 +174,20 @@ def _layer_backward(
     by_input, by_hidden, before, projected, unprojected = columns
     for step in reversed(steps):
         t, n = step.place, sizes[step.place]
-        g = gy[t] + _first(gh, n)
+        g = gy[t] + _first_rows(gh, n)
         projected[t], unprojected[t], before[t] = g, step.unprojected, step.before
         if w.projection is not None:
             g = g @ w.projection
-        found = _step_backward(mode, step, g, None if gc is None else _first(gc, n))
+        found = _step_backward(mode, step, g, None if gc is None else _first_rows(gc, n))
         by_input[t], by_hidden[t], direct, by_cell = found
         back = by_hidden[t] @ w.of_hidden
-        gh = _with_rest(back if direct is None else back + direct, gh, n)
-        gc = None if gc is None else _with_rest(by_cell, gc, n)
+        gh = _replace_first_rows(back if direct is None else back + direct, gh, n)
+        gc = None if gc is None else _replace_first_rows(by_cell, gc, n)
     rows, hidden = torch.cat(by_input), torch.cat(by_hidden)
     found = [rows.mT @ x, hidden.mT @ torch.cat(before), rows.sum(0), hidden.sum(0), None]
     if w.projection is not None:
         found[4] = torch.cat(projected).mT @ torch.cat(unprojected)
-    return rows @ w.of_input, gh, gc, w.like(found)
+    return rows @ w.of_input, gh, gc, w.select_present(found)
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Layers(NamedTuple):
 
     def parts(self, params: Sequence[Tensor]) -> list[Weights]:
         each = len(params) // (self.count * self.directions)
-        return [Weights.of(params[i : i + each]) for i in range(0, len(params), each)]
+        return [Weights.from_params(params[i : i + each]) for i in range(0, len(params), each)]
 
     def __call__(
         self,
@@ -247,7 +247,7 @@ class Layers(NamedTuple):
                 both.append(torch.cat(out))
                 hs.append(h)
                 cs.append(c)
-            rows = _beside(both)
+            rows = _concat_directions(both)
         return rows, hs, cs, sizes, given
 
     def backward(
@@ -280,16 +280,16 @@ class Layers(NamedTuple):
                 found = _layer_backward(given[layer], *states, *how, *gs)
                 by_input, hs[k], cs[k], by_params[k] = found
                 both.append(by_input)
-            by_rows = _sum(both)
+            by_rows = _add_all(both)
         states = torch.stack(hs), None if cx is None else torch.stack(cs)
         return self.whole(by_rows, sizes), *states, [g for part in by_params for g in part]
 
 
-def _beside(both: list[Tensor]) -> Tensor:
+def _concat_directions(both: list[Tensor]) -> Tensor:
     return torch.cat(both, -1) if len(both) > 1 else both[0]
 
 
-def _sum(both: Iterable[Tensor]) -> Tensor:
+def _add_all(both: Iterable[Tensor]) -> Tensor:
     first, *rest = both
     for other in rest:
         first = first + other
@@ -299,7 +299,7 @@ def _sum(both: Iterable[Tensor]) -> Tensor:
 # --- the operators ----------------------------------------------------------------------------
 
 
-def _of_words(mode: int, count: int, batch_first: bool, both_ways: bool, sizes: Any) -> Layers:
+def _make_layers(mode: int, count: int, batch_first: bool, both_ways: bool, sizes: Any) -> Layers:
     return Layers(mode, count, 2 if both_ways else 1, batch_first, [*sizes])
 
 
@@ -319,23 +319,23 @@ def refuse_dropout(count: int, dropout: float, train: bool) -> None:
         )
 
 
-def cudnn(
+def cudnn_rnn(
     x, params, stride, buffer, hx, cx, mode, hidden, projected, count, batch_first, dropout, train,
     both_ways, sizes, state,
 ):  # fmt: skip
     """Return the output and states of ``aten._cudnn_rnn``."""
     refuse_dropout(count, dropout, train)
-    out, h, c = _of_words(mode, count, batch_first, both_ways, sizes)(x, hx, cx, params)
+    out, h, c = _make_layers(mode, count, batch_first, both_ways, sizes)(x, hx, cx, params)
     return out, h, h.new_zeros(0) if c is None else c
 
 
-def cudnn_backward(
+def cudnn_rnn_backward(
     x, params, stride, buffer, hx, cx, out, gy, gh, gc, mode, hidden, projected, count, batch_first,
     dropout, train, both_ways, sizes, state, reserve, mask,
 ):  # fmt: skip
     """Return the cotangents that ``aten._cudnn_rnn_backward`` gives."""
     refuse_dropout(count, dropout, train)
-    layers = _of_words(mode, count, batch_first, both_ways, sizes)
+    layers = _make_layers(mode, count, batch_first, both_ways, sizes)
     gx, gh, gc, by_params = layers.backward(x, hx, cx, params, gy, gh, gc if mode == LSTM else None)
     found = [gx, gh, gc]
     return *[g if asked else None for g, asked in zip(found, mask, strict=False)], by_params

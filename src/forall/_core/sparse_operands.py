@@ -8,7 +8,7 @@ import torch
 
 from forall._compat.dispatch_state import below_autograd, no_dispatch
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.levels import second_name
+from forall._core.levels import alias_for_autograd
 
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _LAYOUTS = frozenset({*COMPRESSED, torch.sparse_coo})
@@ -29,9 +29,9 @@ def is_sparse(a: Any) -> bool:
     return isinstance(a, torch.Tensor) and a.layout in _LAYOUTS
 
 
-def constant(t: torch.Tensor) -> torch.Tensor:
+def alias_constant(t: torch.Tensor) -> torch.Tensor:
     """Return an alias without history; it may be a view."""
     if isinstance(t, Wrapper):
-        return second_name(t)
+        return alias_for_autograd(t)
     with no_dispatch(), below_autograd():
         return t.detach()

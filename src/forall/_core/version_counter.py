@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.autograd.graph import increment_version
 
-from forall._compat.private_api import version
+from forall._compat.private_api import get_version
 from forall._compat.wrapper_tensor import Wrapper
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Count:
+class VersionCount:
     """The version of a tensor at one time, by which later in-place writes are detected.
 
     Autograd checks the versions of tensors that it saves itself. It does not know of tensors that a
@@ -28,20 +28,20 @@ class Count:
     def __init__(self, tensor: torch.Tensor) -> None:
         # Tensors held by autograd's nodes must keep no history alive: a cycle is never freed.
         self.of = weakref.ref(tensor) if isinstance(tensor, Wrapper) else lambda: tensor
-        self.number = version(tensor)
+        self.number = get_version(tensor)
 
-    def now(self) -> int:
+    def current_version(self) -> int:
         tensor = self.of()
-        return self.number if tensor is None else version(tensor)
+        return self.number if tensor is None else get_version(tensor)
 
-    def holds(self) -> bool:
-        return self.now() == self.number
+    def has_no_writes(self) -> bool:
+        return self.current_version() == self.number
 
     def renew(self) -> None:
-        self.number = self.now()
+        self.number = self.current_version()
 
 
-class counted:
+class bump_versions:
     """Context that bumps the version of each of these tensors unless its body has bumped it.
 
     For tensors in lists, torch leaves the bump to the inner kernels. Those write to the stacks
@@ -51,10 +51,10 @@ class counted:
     __slots__ = ("before",)
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.before = [(t, version(t)) for t in tensors]
+        self.before = [(t, get_version(t)) for t in tensors]
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        increment_version(t for t, n in self.before if n == version(t) >= 0)
+        increment_version(t for t, n in self.before if n == get_version(t) >= 0)

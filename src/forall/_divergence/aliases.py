@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forall._divergence.vmap_interface import both, either, words
+from forall._divergence.vmap_interface import intersect_sets, unite_sets, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 _WAITS: Any = object()  # in place of lanes: the name is no alias until it is joined itself
 
 
-class _Identity:
+class _LoopIdentity:
     """A tensor of the loop over examples; ``names`` are our tensors that are it for some lanes."""
 
     __slots__ = ("names",)
 
     def __init__(self) -> None:
-        self.names: list[tuple[Any, weakref.ref[Name]]] = []
+        self.names: list[tuple[Any, weakref.ref[AliasName]]] = []
 
-    def add(self, lanes: Any, name: Name) -> None:
+    def add(self, lanes: Any, name: AliasName) -> None:
         self.names[:] = [(w, known) for w, known in self.names if known() is not None]
         self.names.append((lanes, weakref.ref(name)))
 
-    def is_only(self, name: Name) -> bool:
+    def is_only(self, name: AliasName) -> bool:
         return all(known() in (None, name) for _, known in self.names)
 
 
 class _Piece(NamedTuple):
     lanes: Any  # None: all
-    identity: _Identity
+    identity: _LoopIdentity
     way: Any  # the view that these lanes have, which has to stay alive
 
 
-class Name:
+class AliasName:
     """A tensor of ours and its identities in the loop. The tensor's memory object holds it."""
 
     __slots__ = ("__weakref__", "kind", "memory", "pieces", "tensor", "views")
@@ -57,39 +57,39 @@ class Name:
         self.kind, self.views = type(tensor), words.views(tensor)
         self.pieces: list[_Piece] = []
 
-    def found(self) -> Any:
+    def find_live_tensor(self) -> Any:
         """Return the tensor, or another one of all its memory; None if none is alive."""
         tensor, memory = self.tensor(), self.memory()
         if tensor is not None or memory is None or self.views:
             return tensor
         return words.renamed(self.kind, memory)
 
-    def is_of_use(self) -> bool:
+    def may_reach_others(self) -> bool:
         """True if a write under this name is possible and may have to reach other tensors."""
         if self.tensor() is not None:
             return True
         return not self.views and not all(p.identity.is_only(self) for p in self.pieces)
 
-    def settled(self) -> list[_Piece]:
+    def merge_own_pieces(self) -> list[_Piece]:
         """Return the pieces, with those of no other tensor merged into one."""
         alone = [p for p in self.pieces if p.way is None and p.identity.is_only(self)]
         if len(alone) > 1 or not self.pieces:
             mine = {id(p) for p in alone}
             shared = [p for p in self.pieces if id(p) not in mine]
-            lanes = either([p.lanes for p in alone]) if shared else None
-            self.pieces = [*shared, _Piece(lanes, identity := _Identity(), None)]
+            lanes = unite_sets([p.lanes for p in alone]) if shared else None
+            self.pieces = [*shared, _Piece(lanes, identity := _LoopIdentity(), None)]
             identity.add(lanes, self)
         return self.pieces
 
-    def twins(self, lanes: Any) -> Iterator[tuple[Name, Any]]:
+    def find_twins(self, lanes: Any) -> Iterator[tuple[AliasName, Any]]:
         """Yield the names of the same tensor in the loop, each with its share of these lanes."""
         for piece in self.pieces:
-            mine = lanes if piece.lanes is None else both(piece.lanes, lanes)
+            mine = lanes if piece.lanes is None else intersect_sets(piece.lanes, lanes)
             for w, known in [*piece.identity.names] if mine is not None else ():
                 twin = known()
                 if w is _WAITS:
                     continue
-                shared = mine if w is None else both(mine, w)
+                shared = mine if w is None else intersect_sets(mine, w)
                 if twin is not None and twin is not self and shared is not None:
                     yield twin, shared
 
@@ -98,43 +98,43 @@ def _nothing() -> None:
     return None
 
 
-def remember(copy: Any, parts: list[tuple[Any, Any]], *, follows: bool = True) -> None:
+def note_join(copy: Any, parts: list[tuple[Any, Any]], *, follows: bool = True) -> None:
     """Note that ``copy`` was joined from these ``parts``; None is a tensor without aliases.
 
     Without ``follows``, writes do not reach ``copy`` until it is joined itself.
     """
-    name = _name(copy)
+    name = _find_name(copy)
     for world, tensor in parts:
-        for w, identity, way in _of(tensor):
-            lanes = world if w is None else both(world, w)
+        for w, identity, way in _pieces_of(tensor):
+            lanes = world if w is None else intersect_sets(world, w)
             if lanes is not None:
                 name.pieces.append(_Piece(lanes, identity, way))
                 identity.add(lanes if follows else _WAITS, name)
 
 
-def _of(tensor: Any) -> list[_Piece]:
+def _pieces_of(tensor: Any) -> list[_Piece]:
     """Return the identities of a tensor in the loop, for a copy that is joined from it."""
     if tensor is None:
-        return [_Piece(None, _Identity(), None)]
-    name = _name(tensor)
-    pieces = name.settled()
+        return [_Piece(None, _LoopIdentity(), None)]
+    name = _find_name(tensor)
+    pieces = name.merge_own_pieces()
     way = tensor if name.views else name if name.memory() is None else None
     return [p if p.way is not None else p._replace(way=way) for p in pieces]
 
 
-def _name(tensor: Any) -> Name:
+def _find_name(tensor: Any) -> AliasName:
     memory = words.memory(tensor)
     if memory is None:  # from outside of all lanes
-        return Name(tensor, None)
-    names = memory.names = [name for name in memory.names or () if name.is_of_use()]
+        return AliasName(tensor, None)
+    names = memory.names = [name for name in memory.names or () if name.may_reach_others()]
     for name in names:
         if name.tensor() is tensor:
             return name
-    names.append(Name(tensor, memory))
+    names.append(AliasName(tensor, memory))
     return names[-1]
 
 
-def follow() -> None:
+def propagate_writes() -> None:
     """Repeat the last writes of the running lanes on all tensors that are the same in the loop.
 
     The search starts at the memory that was written and visits each memory once for each lane.
@@ -144,17 +144,17 @@ def follow() -> None:
     reached = {id(memory): [now] for memory, _ in todo}
     for memory, lanes in todo:  # it grows
         for name in [*memory.names]:
-            for twin, shared in name.twins(lanes):
-                rest = _without(shared, reached.get(id(twin.memory()), ()))
-                target = None if rest is None else twin.found()
+            for twin, shared in name.find_twins(lanes):
+                rest = _subtract_sets(shared, reached.get(id(twin.memory()), ()))
+                target = None if rest is None else twin.find_live_tensor()
                 if target is not None:
-                    words.put(target, name.found(), rest)
+                    words.put(target, name.find_live_tensor(), rest)
                     for other in words.changed():
                         todo.append((other, rest))
                         reached.setdefault(id(other), []).append(rest)
 
 
-def _without(lanes: Any, worlds: Any) -> Any:
+def _subtract_sets(lanes: Any, worlds: Any) -> Any:
     for world in worlds:
         lanes = None if lanes is None else lanes - world
     return lanes

@@ -1,6 +1,6 @@
-"""`Number`: the Python number of each example, where they differ.
+"""`BatchedScalar`: the Python number of each example, where they differ.
 
-Inside ``vmap``, ``x.item()`` is one number for each example. A `Number` holds all of them and
+Inside ``vmap``, ``x.item()`` is one number for each example. A `BatchedScalar` holds all of them and
 behaves like each one: for each example its operators give the result of Python's operator on that
 example's number, with the same type, rounding and errors. A torch operator computes all results at
 once if it is known to give the same (`arithmetic`). Otherwise Python's own operator runs for one
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from forall._compat import pytree
-from forall._compat.devices import new_device
+from forall._compat.devices import find_new_device
 from forall._compat.dispatch_state import functions_off, no_dispatch
-from forall._core.call_site import users_line
-from forall._core.errors import columns
+from forall._core.call_site import find_users_line
+from forall._core.errors import format_columns
 from forall._core.levels import stack
 from forall._divergence import scalar_storage
 from forall._divergence.scalar_semantics import (
@@ -30,12 +30,12 @@ from forall._divergence.scalar_semantics import (
     KINDS,
     UNARY,
     Operand,
-    binary,
-    bounds_of,
+    compute_binary,
+    find_bounds,
 )
 from forall._vmap import registry
 from forall._vmap.active_set import active_mask
-from forall._vmap.active_set.merge import is_stale, narrow
+from forall._vmap.active_set.merge import is_stale, restrict_to_running
 from forall._vmap.batched_tensor import is_mapped_at_any
 from forall._vmap.failing_example import first_error
 
@@ -43,7 +43,7 @@ Tensor = torch.Tensor
 _SHOWN = 8
 
 
-class Number:
+class BatchedScalar:
     """One Python number for each example: ``tensor`` has their values, ``kind`` is their type.
 
     ``tensor`` is 0-d, of dtype bool, int64, float64 or complex128, and differs between the
@@ -67,7 +67,7 @@ class Number:
             return self._tensor
         some = self._some
         if some is None or is_stale(some):
-            some = self._some = narrow(self._tensor)
+            some = self._some = restrict_to_running(self._tensor)
         return some
 
     @property
@@ -79,10 +79,10 @@ class Number:
         """Return the numbers in another dtype. The result is cached: do not write into it."""
         tensor = self.tensor
         if tensor is not self._tensor:
-            return scalar_storage.cast(tensor, dtype, device)
+            return scalar_storage.cast_values(tensor, dtype, device)
         found = self._casts.get((dtype, device))
         if found is None:
-            found = self._casts[dtype, device] = scalar_storage.cast(tensor, dtype, device)
+            found = self._casts[dtype, device] = scalar_storage.cast_values(tensor, dtype, device)
         return found
 
     @property
@@ -95,52 +95,52 @@ class Number:
         tensor = self.tensor
         of, bounds = self._bounds
         if of is not tensor:
-            bounds = bounds_of(tensor)
+            bounds = find_bounds(tensor)
             self._bounds = tensor, bounds
         return bounds
 
-    def one(self) -> Any:
+    def concretize(self) -> Any:
         """Return one Python number. If the examples differ, they diverge."""
-        agreed = _agreed(self.tensor)
+        agreed = _find_common_value(self.tensor)
         if agreed is not None:
             return agreed
-        return self.kind(active_mask.one_of(self.tensor))
+        return self.kind(active_mask.read_number(self.tensor))
 
     # --- where Python needs one number
 
     def __bool__(self) -> bool:
-        return Number(self.tensor != 0).one()
+        return BatchedScalar(self.tensor != 0).concretize()
 
     def __int__(self) -> int:
-        return int(_one(trunc(self)))
+        return int(_concretize_number(truncate_number(self)))
 
     def __float__(self) -> float:
-        return float(self.one())
+        return float(self.concretize())
 
     def __complex__(self) -> complex:
-        return complex(self.one())
+        return complex(self.concretize())
 
     def __index__(self) -> int:
         if self.kind not in (bool, int):
             raise TypeError(f"'{self.kind.__name__}' object cannot be interpreted as an integer")
-        return int(self.one())
+        return int(self.concretize())
 
     def __hash__(self) -> int:
-        return hash(self.one())
+        return hash(self.concretize())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy as np  # the caller has imported it
 
-        return np.asarray(self.one(), dtype=dtype)
+        return np.asarray(self.concretize(), dtype=dtype)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        number = self.one()
+        number = self.concretize()
         return type(number), (number,)
 
-    def __copy__(self) -> Number:
+    def __copy__(self) -> BatchedScalar:
         return self
 
-    def __deepcopy__(self, _memo: dict) -> Number:
+    def __deepcopy__(self, _memo: dict) -> BatchedScalar:
         return self
 
     # --- text: str is of each example's number, since it can be used as data; repr shows all
@@ -150,10 +150,10 @@ class Number:
         return f"Number({self.kind.__name__}, one for each of {sizes} examples: {self._text()})"
 
     def __str__(self) -> str:
-        return str(self.one())
+        return str(self.concretize())
 
     def __format__(self, spec: str) -> str:
-        return format(self.one(), spec)
+        return format(self.concretize(), spec)
 
     def _text(self) -> str:
         with functions_off(), no_dispatch():
@@ -166,20 +166,22 @@ class Number:
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the numbers' type: ``n.real``, ``n.is_integer()``, .."""
         if not callable(getattr(self.kind(), name)):  # of a number, not of its class
-            return by_lane(operator.attrgetter(name), self)
+            return call_per_lane(operator.attrgetter(name), self)
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return by_lane(lambda n, a, k: getattr(n, name)(*a, **k), self, args, kwargs, name=name)
+            return call_per_lane(
+                lambda n, a, k: getattr(n, name)(*a, **k), self, args, kwargs, name=name
+            )
 
         return method
 
     def __round__(self, ndigits: Any = None) -> Any:
-        return _unary(round, self) if ndigits is None else by_lane(round, self, ndigits)
+        return _unary(round, self) if ndigits is None else call_per_lane(round, self, ndigits)
 
     def __pow__(self, other: Any, modulus: Any = None) -> Any:
         if modulus is None:
             return _binary(operator.pow, self, other)
-        return by_lane(pow, self, other, modulus)
+        return call_per_lane(pow, self, other, modulus)
 
     def __rpow__(self, other: Any, modulus: Any = None) -> Any:
         return _binary(operator.pow, other, self)
@@ -192,28 +194,34 @@ class Number:
 
     def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Call a numpy function on each example's number, with numpy's rules for numbers."""
-        from forall._divergence.scalar_numpy import by_numpy  # which needs to know this class
+        from forall._divergence.scalar_numpy import (
+            call_numpy_on_scalars,  # which needs to know this class
+        )
 
-        return by_numpy(getattr(func, method), inputs, kwargs)
+        return call_numpy_on_scalars(getattr(func, method), inputs, kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from forall._divergence.scalar_torch import called  # which needs to know this class
+        from forall._divergence.scalar_torch import (
+            call_with_numbers,  # which needs to know this class
+        )
 
-        return called(func, args, kwargs or {})
+        return call_with_numbers(func, args, kwargs or {})
 
 
 def _values(t: Tensor) -> Tensor:
     """Return all numbers as they are stored, the outermost level's axis first."""
-    numbers, _ = scalar_storage.read(t)
+    numbers, _ = scalar_storage.read_with_levels(t)
     return (
-        scalar_storage.in_order(t, scalar_storage.levels_of(t)[::-1]) if numbers.dim() else numbers
+        scalar_storage.order_by_levels(t, scalar_storage.find_batched_levels(t)[::-1])
+        if numbers.dim()
+        else numbers
     )
 
 
-def _agreed(t: Tensor) -> Any:
+def _find_common_value(t: Tensor) -> Any:
     """Return the one number that all examples have, equal in every bit; or None."""
-    flat = scalar_storage.plain(t)
+    flat = scalar_storage.read_values(t)
     with functions_off(), no_dispatch():
         flat = flat.reshape(-1)
         if not flat.numel():
@@ -223,101 +231,101 @@ def _agreed(t: Tensor) -> Any:
         return flat[0].item() if bool((bits == bits[:1]).all()) else None
 
 
-def _one(n: Any) -> Any:
-    return n.one() if type(n) is Number else n
+def _concretize_number(n: Any) -> Any:
+    return n.concretize() if type(n) is BatchedScalar else n
 
 
-def number(t: Tensor) -> Any:
-    """Return ``t.item()`` of a 0-d tensor: a `Number` if the tensor is batched.
+def read_scalar(t: Tensor) -> Any:
+    """Return ``t.item()`` of a 0-d tensor: a `BatchedScalar` if the tensor is batched.
 
-    The `Number` keeps the present values, whatever is written into ``t`` later.
+    The `BatchedScalar` keeps the present values, whatever is written into ``t`` later.
     """
     if not is_mapped_at_any(t):
         return t.item()
-    scalar_storage.tell(t)
+    scalar_storage.notify_value_read(t)
     kind = complex if t.is_complex() else float if t.is_floating_point() else int
     kind = bool if t.dtype is torch.bool else kind
-    return told(scalar_storage.cast(t, DTYPES[kind], copy=True))
+    return make_number(scalar_storage.cast_values(t, DTYPES[kind], copy=True))
 
 
-def told(t: Tensor) -> Any:
-    """Return a `Number` of these values; a Python int if all agree, as it can be a size."""
-    n = Number(t)
+def make_number(t: Tensor) -> Any:
+    """Return a `BatchedScalar` of these values; a Python int if all agree, as it can be a size."""
+    n = BatchedScalar(t)
     if n.kind is int:
         lo, hi = n.bounds
-        if lo == hi and scalar_storage.plain(t).numel():
+        if lo == hi and scalar_storage.read_values(t).numel():
             return lo
     return n
 
 
-def as_tensor(n: Number) -> Tensor:
+def number_to_tensor(n: BatchedScalar) -> Tensor:
     """Return ``torch.tensor(n)``."""
     dtypes = {float: (real := torch.get_default_dtype()), complex: real.to_complex()}
-    device = new_device()
+    device = find_new_device()
     with functions_off():
         if n.kind in dtypes:
             return n.cast(dtypes[n.kind], device)
         return n.tensor if n.tensor.device == device else n.cast(n.tensor.dtype, device)
 
 
-registry.STRANGERS.add(Number)
+registry.STRANGERS.add(BatchedScalar)
 # --- operators ----------------------------------------------------------------------------------
 
 
-def operand(n: Any) -> Operand:
-    """Wrap a `Number` or a Python number for the table of operators."""
-    if type(n) is Number:
+def as_operand(n: Any) -> Operand:
+    """Wrap a `BatchedScalar` or a Python number for the table of operators."""
+    if type(n) is BatchedScalar:
         return Operand(n.tensor, n.kind, n.bounds)
     return Operand(n, type(n), (n, n))
 
 
 def _binary(op: Any, a: Any, b: Any) -> Any:
     for n in (a, b):
-        if type(n) is not Number and type(n) not in DTYPES:
-            return _with_stranger(op, a, b, n)
-    found = binary(op, operand(a), operand(b))
-    return by_lane(op, a, b) if found is None else told(found)
+        if type(n) is not BatchedScalar and type(n) not in DTYPES:
+            return _operate_with_stranger(op, a, b, n)
+    found = compute_binary(op, as_operand(a), as_operand(b))
+    return call_per_lane(op, a, b) if found is None else make_number(found)
 
 
-def _with_stranger(op: Any, a: Any, b: Any, n: Any) -> Any:
+def _operate_with_stranger(op: Any, a: Any, b: Any, n: Any) -> Any:
     if isinstance(n, Tensor):
         from forall._divergence import scalar_torch  # which needs to know this class
 
-        return scalar_torch.operated(op, a, b)
+        return scalar_torch.operate_with_tensor(op, a, b)
     if hasattr(n, "__array_interface__"):
         from forall._divergence import scalar_numpy
 
-        return scalar_numpy.operated(op, a, b)
+        return scalar_numpy.operate_with_array(op, a, b)
     if isinstance(n, (int, float, complex)):
-        return by_lane(op, a, b)  # of a subclass, with operators of its own
+        return call_per_lane(op, a, b)  # of a subclass, with operators of its own
     return NotImplemented
 
 
-def _unary(op: Any, a: Number) -> Any:
-    found = UNARY[op](operand(a))
-    return by_lane(op, a) if found is None else told(found)
+def _unary(op: Any, a: BatchedScalar) -> Any:
+    found = UNARY[op](as_operand(a))
+    return call_per_lane(op, a) if found is None else make_number(found)
 
 
 def _divmod(a: Any, b: Any) -> Any:
-    if all(type(n) is Number or type(n) in DTYPES for n in (a, b)):
-        x, y = operand(a), operand(b)
-        found = (binary(operator.floordiv, x, y), binary(operator.mod, x, y))
+    if all(type(n) is BatchedScalar or type(n) in DTYPES for n in (a, b)):
+        x, y = as_operand(a), as_operand(b)
+        found = (compute_binary(operator.floordiv, x, y), compute_binary(operator.mod, x, y))
         if not any(t is None for t in found):
-            return tuple(map(told, found))
-        return by_lane(divmod, a, b)
+            return tuple(map(make_number, found))
+        return call_per_lane(divmod, a, b)
     return _binary(divmod, a, b)
 
 
-def trunc(n: Number) -> Any:
+def truncate_number(n: BatchedScalar) -> Any:
     """Compute ``int(n)`` for each example."""
-    return _unary(math.trunc, n) if n.kind is not complex else by_lane(int, n)
+    return _unary(math.trunc, n) if n.kind is not complex else call_per_lane(int, n)
 
 
-def _forward(op: Any) -> Any:
+def _make_forward(op: Any) -> Any:
     return lambda self, other: _binary(op, self, other)
 
 
-def _reflected(op: Any) -> Any:
+def _make_reflected(op: Any) -> Any:
     return lambda self, other: _binary(op, other, self)
 
 
@@ -335,91 +343,91 @@ for _name in [
     "xor",
 ]:
     _op = getattr(operator, f"__{_name}__")
-    setattr(Number, f"__{_name}__", _forward(_op))
-    setattr(Number, f"__r{_name}__", _reflected(_op))
+    setattr(BatchedScalar, f"__{_name}__", _make_forward(_op))
+    setattr(BatchedScalar, f"__r{_name}__", _make_reflected(_op))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Number, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(BatchedScalar, f"__{_name}__", _make_forward(getattr(operator, _name)))
 for _op in (operator.neg, operator.pos, operator.abs, operator.invert):
-    setattr(Number, f"__{_op.__name__}__", lambda self, op=_op: _unary(op, self))
+    setattr(BatchedScalar, f"__{_op.__name__}__", lambda self, op=_op: _unary(op, self))
 for _op in (math.floor, math.ceil, math.trunc):
-    setattr(Number, f"__{_op.__name__}__", lambda self, op=_op: _unary(op, self))
+    setattr(BatchedScalar, f"__{_op.__name__}__", lambda self, op=_op: _unary(op, self))
 
 
 # --- one example after another ------------------------------------------------------------------
 
 
-def by_lane(func: Any, *args: Any, name: str = "") -> Any:
+def call_per_lane(func: Any, *args: Any, name: str = "") -> Any:
     """Call ``func(*args)`` with each example's own numbers, for the lanes that run now.
 
-    Results that are numbers of one type become a `Number`, tuples of them a tuple. If the types
+    Results that are numbers of one type become a `BatchedScalar`, tuples of them a tuple. If the types
     differ between lanes, or the results differ and are no numbers, the lanes diverge.
     """
     flat, spec = pytree.flatten(args)
     nested = any(type(a) in (tuple, list, dict) for a in args)
-    at = [i for i, a in enumerate(flat) if type(a) is Number]
-    tensors = scalar_storage.spread([flat[i].tensor for i in at])
-    levels = scalar_storage.levels_of(tensors[0])
-    values = [scalar_storage.in_order(t, levels) for t in tensors]
+    at = [i for i, a in enumerate(flat) if type(a) is BatchedScalar]
+    tensors = scalar_storage.broadcast_values([flat[i].tensor for i in at])
+    levels = scalar_storage.find_batched_levels(tensors[0])
+    values = [scalar_storage.order_by_levels(t, levels) for t in tensors]
     with functions_off(), no_dispatch():
         lanes = zip(*(v.flatten().tolist() for v in values), strict=True)
         shape = values[0].shape
 
-    def alone(*numbers: Any) -> Any:
+    def call_for_example(*numbers: Any) -> Any:
         given = list(flat)
         for i, n in zip(at, numbers, strict=True):
             given[i] = n
         return func(*(pytree.unflatten(given, spec) if nested else given))
 
     try:
-        results = [alone(*numbers) for numbers in lanes]
+        results = [call_for_example(*numbers) for numbers in lanes]
     except Exception as error:  # noqa: BLE001 - Python's own, of whatever kind
-        raise _of_example(name or func.__name__, alone, tensors) or error from None
-    forms = [_form(r) for r in results]
+        raise _explain_failure(name or func.__name__, call_for_example, tensors) or error from None
+    forms = [_result_form(r) for r in results]
     alike = [form == forms[0] for form in forms]
 
     def tensor(numbers: list, kind: type) -> Tensor:
-        return scalar_storage.rebuilt(numbers, DTYPES[kind], shape, levels)
+        return scalar_storage.rebuild_tensor(numbers, DTYPES[kind], shape, levels)
 
     if not all(alike):  # an int in some lanes, say, a float in others: those go on together
-        bool(Number(tensor(alike, bool)))
-        return by_lane(func, *args, name=name)
+        bool(BatchedScalar(tensor(alike, bool)))
+        return call_per_lane(func, *args, name=name)
     if forms[0] is not None:
-        return _packed(results, tensor)
+        return _pack_results(results, tensor)
     if all(r == results[0] for r in results):
         return results[0]
-    return alone(*(Number(t).one() for t in tensors))
+    return call_for_example(*(BatchedScalar(t).concretize() for t in tensors))
 
 
-def _of_example(name: str, alone: Any, tensors: list[Tensor]) -> BaseException | None:
+def _explain_failure(name: str, alone: Any, tensors: list[Tensor]) -> BaseException | None:
     """Return the error of the first example that fails, with a note that names the example."""
     return first_error(name, lambda *ts: alone(*(t.item() for t in ts)), tuple(tensors), {})
 
 
-def _form(result: Any) -> Any:
+def _result_form(result: Any) -> Any:
     """Return the type of a number, or a tuple of these; None if a tensor cannot hold it."""
     if type(result) is tuple:
-        forms = tuple(map(_form, result))
+        forms = tuple(map(_result_form, result))
         return None if None in forms else forms
     return type(result) if type(result) in DTYPES else None
 
 
-def _packed(results: list, tensor: Any) -> Any:
+def _pack_results(results: list, tensor: Any) -> Any:
     """Pack the results of all lanes, which have one form, into one value."""
     first = results[0]
     if type(first) is tuple:
-        return tuple(_packed(list(part), tensor) for part in zip(*results, strict=True))
+        return tuple(_pack_results(list(part), tensor) for part in zip(*results, strict=True))
     if type(first) is int:
         largest = max(results, key=abs)
         if not -(2**63) <= min(results) <= max(results) < 2**63:
-            raise too_large(largest)
-    return told(tensor(results, type(first)))
+            raise too_large_error(largest)
+    return make_number(tensor(results, type(first)))
 
 
-def too_large(value: int) -> OverflowError:
-    place = users_line()
+def too_large_error(value: int) -> OverflowError:
+    place = find_users_line()
     text = str(value) if abs(value) < 10**30 else f"an int of {value.bit_length()} bits"
     return OverflowError(
         "vmap: an int that differs between the examples needs more than 64 bits.\n"
-        f"{columns([('at', str(place), place.text()), ('value', text, '')])}\n"
+        f"{format_columns([('at', str(place), place.text()), ('value', text, '')])}\n"
         "Compute with floats, or reduce it (% m) before it grows that large."
     )

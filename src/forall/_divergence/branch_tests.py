@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from forall._compat.tensor_subclass import bare, is_posed
+from forall._compat.tensor_subclass import is_posed, unwrap_posed
 from forall._core.levels import stack
-from forall._divergence.heap import active
-from forall._divergence.join import Parts, merge, within
+from forall._divergence.heap import find_active_contents
+from forall._divergence.join import Parts, merge, restrict_parts
 from forall._divergence.thread_state import (
     Region,
     close_down_to,
-    each_world,
+    run_each_set,
     thread,
 )
 from forall._divergence.varying import Varying
-from forall._divergence.vmap_interface import both, either, words
+from forall._divergence.vmap_interface import intersect_sets, unite_sets, words
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), tuple})
 
 
-class Truth:
+class DivergedTest:
     """A test that differs between lanes: those for which it is true, and those for which not."""
 
     __slots__ = ("no", "yes")
@@ -34,51 +34,53 @@ class Truth:
         return merge([(self.yes, True), (self.no, False)])
 
 
-def ask(test: Any, again: bool = False) -> Any:
+def evaluate_lane_test(test: Any, again: bool = False) -> Any:
     """Return ``bool(test)`` for the running lanes: one bool, or (lanes with True, with False)."""
     kind = type(test)
     if kind is bool:
         return test
-    if kind is Truth:
-        return _restricted(test.yes, test.no)
+    if kind is DivergedTest:
+        return _restrict_test(test.yes, test.no)
     if kind in PLAIN:
         return bool(test)
     if is_posed(test):
         if hasattr(kind.__bool__, "__code__"):  # the class overrides it
-            from forall._divergence.converted_call import call  # which asks
+            from forall._divergence.converted_call import call_converted  # which asks
 
-            return ask(call(kind.__bool__, test))
-        test = bare(test)
+            return evaluate_lane_test(call_converted(kind.__bool__, test))
+        test = unwrap_posed(test)
     if isinstance(test, words.Tensor) or kind is words.Number:
         if stack.late is not None:
             stack.late()
         return words.again(test) if again else words.asked(test)
     if kind is Varying:
-        return _by_part(test.now())
+        return _evaluate_parts(test.running_parts())
     if thread.mixed and id(test) in thread.mixed:
-        return _by_part([(w, len(c)) for w, c in active(thread.mixed[id(test)][1])])
+        return _evaluate_parts(
+            [(w, len(c)) for w, c in find_active_contents(thread.mixed[id(test)][1])]
+        )
     own = getattr(kind, "__bool__", None) or getattr(kind, "__len__", None)
     if hasattr(own, "__code__"):
-        from forall._divergence.converted_call import call  # which asks
+        from forall._divergence.converted_call import call_converted  # which asks
 
-        return ask(call(own, test))
+        return evaluate_lane_test(call_converted(own, test))
     return bool(test)
 
 
-def _restricted(yes: Any, no: Any) -> Any:
+def _restrict_test(yes: Any, no: Any) -> Any:
     now = words.now()
-    yes, no = both(yes, now), both(no, now)
+    yes, no = intersect_sets(yes, now), intersect_sets(no, now)
     if yes is None or no is None:
         return no is None
     return yes, no
 
 
-def _by_part(parts: Parts) -> Any:
+def _evaluate_parts(parts: Parts) -> Any:
     yes, no = [], []
     for world, value in parts:
         running = words.running(world)
         with running:
-            answer = ask(value)
+            answer = evaluate_lane_test(value)
         if type(answer) is bool:
             (yes if answer else no).append(world)
         else:
@@ -86,59 +88,61 @@ def _by_part(parts: Parts) -> Any:
             no.append(answer[1])
     if not yes or not no:
         return not no
-    return either(yes), either(no)
+    return unite_sets(yes), unite_sets(no)
 
 
-def chosen(test: Any, a: Callable[[], Any], b: Callable[[], Any]) -> Any:
+def evaluate_if_exp(test: Any, a: Callable[[], Any], b: Callable[[], Any]) -> Any:
     """Evaluate ``a() if test else b()``: each lane runs its own side."""
-    answer = ask(test)
+    answer = evaluate_lane_test(test)
     if type(answer) is bool:
         return a() if answer else b()
-    thread.saw("if else", (answer[0].size, answer[1].size), 3)
-    return each_world([(answer[0], a), (answer[1], b)], lambda run: run())
+    thread.report_divergence("if else", (answer[0].size, answer[1].size), 3)
+    return run_each_set([(answer[0], a), (answer[1], b)], lambda run: run())
 
 
-def shortcut(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
+def evaluate_bool_op(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
     """Evaluate ``first or rest()`` (stop: True) or ``first and rest()``."""
-    answer = ask(first)
+    answer = evaluate_lane_test(first)
     if type(answer) is bool:
         return first if answer is stop else rest()
-    thread.saw("or" if stop else "and", (answer[0].size, answer[1].size), 3)
+    thread.report_divergence("or" if stop else "and", (answer[0].size, answer[1].size), 3)
     sides = [(answer[0], lambda: first), (answer[1], rest)]
     if not stop:
         sides = [(answer[0], rest), (answer[1], lambda: first)]
-    return each_world(sides, lambda run: run())
+    return run_each_set(sides, lambda run: run())
 
 
-def shortcut_test(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
+def evaluate_bool_test(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
     """Evaluate ``or`` / ``and`` where only the truth value matters: no values are joined."""
-    answer = ask(first)
+    answer = evaluate_lane_test(first)
     if type(answer) is bool:
         return stop if answer is stop else rest()
     done, on = (answer[0], answer[1]) if stop else (answer[1], answer[0])
     found: list[Any] = []
-    each_world([(done, None), (on, rest)], lambda run: found.append(run and _asked(run)))
+    run_each_set(
+        [(done, None), (on, rest)], lambda run: found.append(run and _evaluate_operand(run))
+    )
     inner = found[1]
     if type(inner) is bool:
         if inner is stop:
             return stop
-        return Truth(done, on) if stop else Truth(on, done)
+        return DivergedTest(done, on) if stop else DivergedTest(on, done)
     yes, no = inner
-    return Truth(done | yes, no) if stop else Truth(yes, done | no)
+    return DivergedTest(done | yes, no) if stop else DivergedTest(yes, done | no)
 
 
-def _asked(run: Callable[[], Any]) -> Any:
-    return ask(run(), again=True)  # the operands of one test count as one test
+def _evaluate_operand(run: Callable[[], Any]) -> Any:
+    return evaluate_lane_test(run(), again=True)  # the operands of one test count as one test
 
 
-def negated(test: Any) -> Any:
-    answer = ask(test)
+def negate_test(test: Any) -> Any:
+    answer = evaluate_lane_test(test)
     if type(answer) is bool:
         return not answer
-    return Truth(answer[1], answer[0])
+    return DivergedTest(answer[1], answer[0])
 
 
-def is_any(items: Any, *, stop: bool) -> Any:
+def evaluate_any_or_all(items: Any, *, stop: bool) -> Any:
     """Evaluate ``any(items)`` (stop: True) or ``all(items)``; a lane stops once it is decided."""
     found = stop
     t = thread
@@ -147,27 +151,27 @@ def is_any(items: Any, *, stop: bool) -> Any:
     t.parted += 1
     try:
         for item in items:
-            answer = ask(item)
+            answer = evaluate_lane_test(item)
             if type(answer) is bool:
                 if answer is stop:
                     break
                 continue
             stopped, on = answer if stop else answer[::-1]
-            done.append((stopped, region.captured()))
-            t.back(depth)
-            t.go(on)
+            done.append((stopped, region.capture_writes()))
+            t.leave_sets(depth)
+            t.run_only(on)
         else:
             stop = not stop
-        rest = words.now(), region.captured()
-        t.back(depth)
+        rest = words.now(), region.capture_writes()
+        t.leave_sets(depth)
         if done:
-            region.meet([*done, rest])
+            region.join_writes([*done, rest])
     except Exception:
         if done:
             region.undo()
         raise
     finally:
-        t.back(depth)
+        t.leave_sets(depth)
         t.parted = before
         close_down_to(t, region.up)
     if not done:
@@ -176,12 +180,12 @@ def is_any(items: Any, *, stop: bool) -> Any:
 
 
 __all__ = [
-    "Truth",
-    "ask",
-    "chosen",
-    "is_any",
-    "negated",
-    "shortcut",
-    "shortcut_test",
-    "within",
+    "DivergedTest",
+    "evaluate_lane_test",
+    "evaluate_if_exp",
+    "evaluate_any_or_all",
+    "negate_test",
+    "evaluate_bool_op",
+    "evaluate_bool_test",
+    "restrict_parts",
 ]

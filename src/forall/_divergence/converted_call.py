@@ -9,31 +9,31 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from forall._ast_rewrite import Refused, template
+from forall._ast_rewrite import Refusal, find_template
 from forall._compat.exception_safety import contextmanager
-from forall._core.call_site import Place
-from forall._core.divergence import Parted
-from forall._core.python_state import Remembered
+from forall._core.call_site import SourceLine
+from forall._core.divergence import Diverged
+from forall._core.python_state import PythonSnapshot
 from forall._divergence import pure_call, subscripts
 from forall._divergence.heap import CONTAINERS, Unsplittable, slot_of
 from forall._divergence.join import merge
 from forall._divergence.report import Report
 from forall._divergence.report_records import Function
-from forall._divergence.thread_state import close_down_to, each_world, thread
+from forall._divergence.thread_state import close_down_to, run_each_set, thread
 from forall._divergence.user_code import (
     OTHERS,
     USERS,
-    is_library,
-    whose,
+    find_owner,
+    is_library_code,
 )
 from forall._divergence.varying import (
     Varying,
-    plain,
-    varies,
-    worlds_of,
+    find_uniform_sets,
+    has_varying,
+    resolve_deep,
 )
 from forall._divergence.vmap_interface import words
-from forall._vmap.fast_path.operators import called
+from forall._vmap.fast_path.operators import call_on_stacks
 
 OVERRIDDEN: dict[Any, Callable] = {}  # replacements of builtins (see `builtin`)
 PASSED_ON: set[Any] = set()  # builtins that only call the functions passed to them
@@ -90,47 +90,47 @@ _CONSTANT = (
 )  # fmt: skip
 _plans: dict[types.CodeType, Any] = {}
 _deep_plans: dict[types.CodeType, Any] = {}  # of functions of other libraries
-_refused: dict[types.CodeType, Refused] = {}  # why these functions are not converted
+_refused: dict[types.CodeType, Refusal] = {}  # why these functions are not converted
 _of_torch_alone: set[Any] = set()  # torch functions that need no other treatment here
 
 
-def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
+def call_converted(f: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call ``f(*args, **kwargs)`` for the running lanes, which all run again when it returns."""
     kind = type(f)
     if kind is types.FunctionType:
-        plan = _plans.get(f.__code__) or _plan(f)
+        plan = _plans.get(f.__code__) or _make_plan(f)
         if plan is OTHERS:
-            plan = _others(f)
+            plan = _find_library_plan(f)
         if plan is OPAQUE:
-            return opaque(f, args, kwargs)
+            return call_unconverted(f, args, kwargs)
         if plan.straight is not None:
-            found = pure_call.called(plan, f, args, kwargs)
+            found = pure_call.call_pure(plan, f, args, kwargs)
             if found is not pure_call.NOTHING:
                 return found
-        return within_scope(plan.function(f), args, kwargs)
+        return call_in_scope(plan.make_function(f), args, kwargs)
     if kind is types.MethodType:
-        return call(f.__func__, f.__self__, *args, **kwargs)
+        return call_converted(f.__func__, f.__self__, *args, **kwargs)
     if kind is types.BuiltinFunctionType or kind is type:
         if f in _of_torch_alone and not thread.loose:
-            return _of_torch(f, f, args, args, kwargs)
+            return _call_torch(f, f, args, args, kwargs)
         if thread.parted:
-            _refuse_kept(args)
+            _refuse_kept_iterators(args)
         override = OVERRIDDEN.get(f)
         if override is not None:
             return override(*args, **kwargs)
         if kind is type:
-            return _made(f, args, kwargs)
-        return _builtin(f, args, kwargs)
+            return _make_instance(f, args, kwargs)
+        return _call_builtin(f, args, kwargs)
     if kind is functools.partial:
-        return call(f.func, *f.args, *args, **{**f.keywords, **kwargs})
+        return call_converted(f.func, *f.args, *args, **{**f.keywords, **kwargs})
     if kind is Varying:
-        return f.each(lambda g: call(g, *args, **kwargs))
+        return f.each(lambda g: call_converted(g, *args, **kwargs))
     if isinstance(f, type):
-        return _made(f, args, kwargs)
-    return _object(f, args, kwargs)
+        return _make_instance(f, args, kwargs)
+    return _call_object(f, args, kwargs)
 
 
-def _refuse_kept(args: tuple) -> None:
+def _refuse_kept_iterators(args: tuple) -> None:
     """Raise if some lanes alone would consume an iterator that is kept for the others too."""
     for n in range(len(args)):
         # The tuple and the argument of `getrefcount` are two references; a third one is elsewhere.
@@ -139,7 +139,7 @@ def _refuse_kept(args: tuple) -> None:
             raise Unsplittable("an iterator that is kept, used by some examples alone")
 
 
-def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
+def call_in_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
     """Call a converted function; the lanes that run now run again when it returns or raises."""
     t = thread
     top, depth, parted = t.top, len(t.entered), t.parted
@@ -150,62 +150,62 @@ def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
     except BaseException:
         if t.failed is None:
             t.failed = words.now()
-        t.back(depth)
+        t.leave_sets(depth)
         t.top, t.parted = top, parted
         raise
     else:
         return result
 
 
-def _plan(f: types.FunctionType) -> Any:
-    """Return the plan of a function: its converted template, OPAQUE, or OTHERS for `_others`."""
-    kind = whose(f.__code__)
-    plan = _made_plan(f) if kind is USERS else OTHERS if kind is OTHERS else OPAQUE
+def _make_plan(f: types.FunctionType) -> Any:
+    """Return the plan of a function: its converted template, OPAQUE, or OTHERS for `_find_library_plan`."""
+    kind = find_owner(f.__code__)
+    plan = _convert_plan(f) if kind is USERS else OTHERS if kind is OTHERS else OPAQUE
     _plans[f.__code__] = plan
     return plan
 
 
-def _others(f: types.FunctionType) -> Any:
+def _find_library_plan(f: types.FunctionType) -> Any:
     """Return the plan of another library's function: converted only if `thread.deeply` is set."""
     thread.met_others = True
     if not thread.deeply:
         return OPAQUE
     plan = _deep_plans.get(f.__code__)
     if plan is None:
-        plan = _deep_plans[f.__code__] = _made_plan(f)
+        plan = _deep_plans[f.__code__] = _convert_plan(f)
     return plan
 
 
-def _made_plan(f: types.FunctionType) -> Any:
-    plan = template(f)
-    if isinstance(plan, Refused):
+def _convert_plan(f: types.FunctionType) -> Any:
+    plan = find_template(f)
+    if isinstance(plan, Refusal):
         if thread.report is not None:
-            tell(f, plan)
+            report_refusal(f, plan)
         _refused[f.__code__] = plan
         return OPAQUE
     if thread.report is not None:
         code = f.__code__
-        thread.report.converted[code] = Function(f.__name__, Place.of(code).near())
+        thread.report.converted[code] = Function(f.__name__, SourceLine.from_code(code).near())
     return plan
 
 
-def plan_of(f: types.FunctionType) -> Any:
+def find_converted_template(f: types.FunctionType) -> Any:
     """Return the converted template of a function; None if it is not converted."""
-    plan = _plans.get(f.__code__) or _plan(f)
+    plan = _plans.get(f.__code__) or _make_plan(f)
     if plan is OTHERS:
-        plan = _others(f)
+        plan = _find_library_plan(f)
     return None if plan is OPAQUE else plan
 
 
-def tell(f: types.FunctionType, refused: Refused) -> None:
+def report_refusal(f: types.FunctionType, refused: Refusal) -> None:
     """Report a function that cannot be converted."""
     file, _, line = refused.place.rpartition(":")
-    place = Place(file, int(line)).near()
+    place = SourceLine(file, int(line)).near()
     thread.report.refused[f.__code__] = Function(f.__name__, place, refused.reason)
 
 
 @contextmanager
-def reported(report: Report) -> Iterator[None]:
+def collect_report(report: Report) -> Iterator[None]:
     """Context that reports each called function: converted, or why not."""
     was, thread.report = thread.report, report
     _plans.clear()  # each plan is reported when it is made
@@ -216,45 +216,45 @@ def reported(report: Report) -> Iterator[None]:
         thread.report = was
 
 
-def _made(cls: Any, args: tuple, kwargs: dict) -> Any:
+def _make_instance(cls: Any, args: tuple, kwargs: dict) -> Any:
     """Make an instance of a class; its ``__init__`` is converted like any function."""
     init = cls.__init__
     if (
         isinstance(init, types.FunctionType)
         and type(cls).__call__ is type.__call__
         and cls.__new__ is object.__new__
-        and not is_library(init.__code__)
+        and not is_library_code(init.__code__)
     ):
         made = object.__new__(cls)
-        call(init, made, *args, **kwargs)
+        call_converted(init, made, *args, **kwargs)
         return made
-    return opaque(cls, args, kwargs)
+    return call_unconverted(cls, args, kwargs)
 
 
-def _builtin(f: Any, args: tuple, kwargs: dict) -> Any:
+def _call_builtin(f: Any, args: tuple, kwargs: dict) -> Any:
     """Call a function or method written in C."""
     owner = getattr(f, "__self__", None)
     if f in PASSED_ON:
-        args = tuple(converted(a) if isinstance(a, types.FunctionType) else a for a in args)
+        args = tuple(wrap_converted(a) if isinstance(a, types.FunctionType) else a for a in args)
     if type(owner) in CONTAINERS:
-        return _of_container(f, owner, args, kwargs)
+        return _call_container_method(f, owner, args, kwargs)
     if isinstance(owner, words.Tensor):
-        return _of_tensor(f, owner, args, kwargs)
+        return _call_tensor_method(f, owner, args, kwargs)
     if slot_of(owner) is not None:
-        return opaque(f, args, kwargs, owners=(owner,))
+        return call_unconverted(f, args, kwargs, owners=(owner,))
     if thread.parted and not (owner is None or isinstance(owner, _CONSTANT)):
         raise Unsplittable(f"{f.__name__} of an object that it may change, by some examples alone")
-    return opaque(f, args, kwargs)
+    return call_unconverted(f, args, kwargs)
 
 
-def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
+def _call_container_method(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
     """Call a method of a list, dict or set."""
     name = f.__name__
     if thread.mixed and id(owner) in thread.mixed:
         if name not in READS_ONLY and thread.parted:
-            subscripts.note(owner)
-        return subscripts.apiece(
-            (owner, *args), lambda: call(getattr(owner, name), *args, **kwargs)
+            subscripts.log_container(owner)
+        return subscripts.run_per_set(
+            (owner, *args), lambda: call_converted(getattr(owner, name), *args, **kwargs)
         )
     if name in (
         "append",
@@ -267,24 +267,24 @@ def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
         "popleft",
     ):
         if thread.parted:
-            subscripts.note(owner)
+            subscripts.log_container(owner)
         return f(*args, **kwargs)
     if name == "pop" and all(type(a) in (int, str) for a in args):
         if thread.parted:
-            subscripts.note(owner)
+            subscripts.log_container(owner)
         return f(*args)
     if name == "get" and type(args[0]) in (int, str):
         return f(*args)
     if name in ("keys", "values", "items", "copy"):
         return f()
-    return opaque(f, args, kwargs, owners=(owner,))
+    return call_unconverted(f, args, kwargs, owners=(owner,))
 
 
-def _of_tensor(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
+def _call_tensor_method(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
     name = f.__name__
     if thread.loose or (name in LOOKS and not _has_numbers_for_ints(f, (*args, *kwargs.values()))):
-        return opaque(f, args, kwargs)
-    return _of_torch(getattr(type(owner), name, None), f, (owner, *args), args, kwargs)
+        return call_unconverted(f, args, kwargs)
+    return _call_torch(getattr(type(owner), name, None), f, (owner, *args), args, kwargs)
 
 
 def _has_numbers_for_ints(f: Any, given: tuple) -> bool:
@@ -292,15 +292,15 @@ def _has_numbers_for_ints(f: Any, given: tuple) -> bool:
     return f.__name__ in ASKS_FIRST and any(type(v) is words.Number for v in given)
 
 
-def _of_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:
+def _call_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:
     """Call ``f(*args)``, which torch's function modes see as ``func(*operands)``."""
     if _has_numbers_for_ints(f, (*operands, *kwargs.values())):
         return words.mean(func, operands, kwargs)
-    found = called(func, operands, kwargs)
+    found = call_on_stacks(func, operands, kwargs)
     return f(*args, **kwargs) if found is None else found
 
 
-def _object(f: Any, args: tuple, kwargs: dict) -> Any:
+def _call_object(f: Any, args: tuple, kwargs: dict) -> Any:
     """Call an object with ``__call__``, such as a module."""
     kind = type(f)
     own = getattr(kind, "__call__", None)  # noqa: B004 - which function it is
@@ -311,12 +311,16 @@ def _object(f: Any, args: tuple, kwargs: dict) -> Any:
             and forward is not None
             and own.__name__ == "_wrapped_call_impl"
         ):
-            return call(forward, *args, **kwargs) if not _hooked(f) else opaque(f, args, kwargs)
-        return call(own, f, *args, **kwargs)
-    return opaque(f, args, kwargs)
+            return (
+                call_converted(forward, *args, **kwargs)
+                if not _has_hooks(f)
+                else call_unconverted(f, args, kwargs)
+            )
+        return call_converted(own, f, *args, **kwargs)
+    return call_unconverted(f, args, kwargs)
 
 
-def _hooked(module: Any) -> bool:
+def _has_hooks(module: Any) -> bool:
     """True if a call of a torch module does more than run ``forward``."""
     everywhere = sys.modules["torch.nn.modules.module"]
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -328,54 +332,54 @@ def _hooked(module: Any) -> bool:
 # --- what is not converted
 
 
-def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
+def call_unconverted(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
     """Run ``f`` unconverted. If lanes diverge inside, rerun it for each group of lanes."""
     if thread.loose:
         values = [*owners, *args, *kwargs.values()]
-        if not (type(f) is types.BuiltinFunctionType and _is_torchs(f)):
-            values += thread.varying()
-        if any(varies(v) for v in values):
-            worlds = worlds_of(values)
-            if len(worlds) > 1 or any(varies(v) for v in (*owners, *args, *kwargs.values())):
-                return _apiece(f, args, kwargs, owners, worlds)
-    if type(f) is types.BuiltinFunctionType and _is_torchs(f):
+        if not (type(f) is types.BuiltinFunctionType and _is_torch_function(f)):
+            values += thread.find_varying()
+        if any(has_varying(v) for v in values):
+            worlds = find_uniform_sets(values)
+            if len(worlds) > 1 or any(has_varying(v) for v in (*owners, *args, *kwargs.values())):
+                return _call_per_set(f, args, kwargs, owners, worlds)
+    if type(f) is types.BuiltinFunctionType and _is_torch_function(f):
         if f.__name__ not in LOOKS or _has_numbers_for_ints(f, (*args, *kwargs.values())):
             if isinstance(getattr(f, "__self__", None), words.Tensor):
                 return f(*args, **kwargs)
             if f not in OVERRIDDEN and f not in PASSED_ON:
                 _of_torch_alone.add(f)
-            return _of_torch(f, f, args, args, kwargs)
+            return _call_torch(f, f, args, args, kwargs)
         return words.apart(lambda: f(*args, **kwargs), merge)
-    if _is_used_up((*owners, *args, *kwargs.values())):
-        return _once(f, args, kwargs)
+    if _has_iterator((*owners, *args, *kwargs.values())):
+        return _call_consuming(f, args, kwargs)
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
     run = functools.partial(f, *args, **kwargs)
     if thread.report is not None:
-        run = thread.report.watched(f, run)
+        run = thread.report.wrap_counting_reruns(f, run)
     if type(f) is types.FunctionType and f.__code__ in _refused:
-        run = _noticed(f.__code__, run)
-    return subscripts.changing(changed, run, _state(f, args, kwargs))
+        run = _wrap_noting_divergence(f.__code__, run)
+    return subscripts.run_changing(changed, run, _take_snapshot(f, args, kwargs))
 
 
-def _noticed(code: types.CodeType, run: Callable[[], Any]) -> Callable[[], Any]:
+def _wrap_noting_divergence(code: types.CodeType, run: Callable[[], Any]) -> Callable[[], Any]:
     """Wrap ``run``, a call of an unconvertible function, to note the reason if lanes diverge."""
 
-    def noticed() -> Any:
+    def run_and_note() -> Any:
         try:
             return run()
-        except Parted:
+        except Diverged:
             thread.ran_again[code] = _refused[code]
             raise
 
-    return noticed
+    return run_and_note
 
 
-def _is_used_up(values: tuple) -> bool:
+def _has_iterator(values: tuple) -> bool:
     """True if there is an iterator among these values, which a call may consume."""
     return any(hasattr(type(v), "__next__") for v in values)
 
 
-def _once(f: Any, args: tuple, kwargs: dict) -> Any:
+def _call_consuming(f: Any, args: tuple, kwargs: dict) -> Any:
     """Call ``f`` with an iterator that it consumes, so that it cannot run a second time."""
     try:
         return f(*args, **kwargs)
@@ -385,13 +389,13 @@ def _once(f: Any, args: tuple, kwargs: dict) -> Any:
         raise
 
 
-def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
+def _take_snapshot(f: Any, args: tuple, kwargs: dict) -> PythonSnapshot | None:
     """Take a snapshot of further state that a call may change.
 
     None is needed if lanes run together and cannot diverge in the user's code.
     """
     code = getattr(getattr(f, "__func__", f), "__code__", None)
-    if not thread.parted and (code is None or is_library(code)):
+    if not thread.parted and (code is None or is_library_code(code)):
         return None
     given: list[Any] = []
     for a in (*args, *kwargs.values()):
@@ -401,10 +405,10 @@ def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
             given += a.values() if isinstance(a, dict) else a
     given = [a for a in given if not isinstance(a, words.Tensor)]
     known = slot_of(getattr(f, "__self__", None)) is not None  # whose slot is one of those noted
-    return Remembered(getattr(f, "__func__", len) if known else f, given)
+    return PythonSnapshot(getattr(f, "__func__", len) if known else f, given)
 
 
-def _is_torchs(f: Any) -> bool:
+def _is_torch_function(f: Any) -> bool:
     owner = getattr(f, "__self__", None)
     if isinstance(owner, words.Tensor):
         return True
@@ -412,34 +416,34 @@ def _is_torchs(f: Any) -> bool:
     return module.startswith("torch")
 
 
-def _apiece(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list) -> Any:
+def _call_per_set(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list) -> Any:
     """Call ``f`` once for each of these active sets, within which no argument varies."""
-    if len(worlds) > 1 and _is_used_up((*owners, *args, *kwargs.values())):
+    if len(worlds) > 1 and _has_iterator((*owners, *args, *kwargs.values())):
         raise Unsplittable("an iterator, used up by the first of several examples")
     if thread.parted or len(worlds) > 1:
         for owner in owners:
-            subscripts.note(owner)
+            subscripts.log_container(owner)
 
     def run(_: Any) -> Any:
-        plainly = tuple(plain(a) for a in args)
-        return opaque(f, plainly, {k: plain(v) for k, v in kwargs.items()}, owners)
+        plainly = tuple(resolve_deep(a) for a in args)
+        return call_unconverted(f, plainly, {k: resolve_deep(v) for k, v in kwargs.items()}, owners)
 
-    return each_world([(world, None) for world in worlds], run)
+    return run_each_set([(world, None) for world in worlds], run)
 
 
-def converted(f: Callable) -> Callable:
+def wrap_converted(f: Callable) -> Callable:
     """Return a function that runs ``f`` converted, to be passed to code that calls it."""
     if getattr(f, "__forall_converts__", None) is not None:
         return f
-    if isinstance(f, types.FunctionType) and is_library(f.__code__):
+    if isinstance(f, types.FunctionType) and is_library_code(f.__code__):
         return f
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return call(f, *args, **kwargs) if thread.runs else f(*args, **kwargs)
+        return call_converted(f, *args, **kwargs) if thread.runs else f(*args, **kwargs)
 
     run.__forall_converts__ = f
     return run
 
 
-__all__ = ["Refused", "call", "converted", "merge", "opaque"]
+__all__ = ["Refusal", "call_converted", "wrap_converted", "merge", "call_unconverted"]

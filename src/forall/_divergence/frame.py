@@ -20,28 +20,28 @@ from forall._divergence import (
     scalar_calls,
     subscripts,
 )
-from forall._divergence.branch_tests import PLAIN, Truth, ask
+from forall._divergence.branch_tests import PLAIN, DivergedTest, evaluate_lane_test
 from forall._divergence.heap import (
     CONTAINERS,
-    Cell,
-    Global,
+    CellSlot,
+    GlobalSlot,
     Unsplittable,
 )
-from forall._divergence.if_region import NO, YES, Branch
+from forall._divergence.if_region import NO, YES, IfRegion
 from forall._divergence.join import UNDEFINED, Parts, merge
-from forall._divergence.loop_region import Loop
-from forall._divergence.predicated_if import at_once
+from forall._divergence.loop_region import LoopRegion
+from forall._divergence.predicated_if import run_predicated_if
 from forall._divergence.thread_state import Region, close_down_to, thread
 from forall._divergence.varying import Varying
 from forall._divergence.vmap_interface import words
-from forall._vmap.batched_tensor import Batched
-from forall._vmap.fast_path.operators import fused, operators
+from forall._vmap.batched_tensor import BatchedTensor
+from forall._vmap.fast_path.operators import evaluate_fused, make_operators
 
-straight = operators()
+straight = make_operators()
 _CONVERTED = {-1: lambda v: v, ord("r"): repr, ord("s"): str, ord("a"): ascii}
 
 
-def _text(*pieces: Any) -> str:
+def _format_text(*pieces: Any) -> str:
     """Format an f-string. Each piece is a text, or a value, its conversion and its format."""
     return "".join(p if type(p) is str else format(_CONVERTED[p[1]](p[0]), p[2]) for p in pieces)
 
@@ -73,14 +73,14 @@ class Frame(Region):
             return YES
         if test is False:
             return NO
-        answer = ask(test)
+        answer = evaluate_lane_test(test)
         if type(answer) is bool:
             return YES if answer else NO
-        self.t.saw("if", (answer[0].size, answer[1].size))
-        return Branch(self, *answer)
+        self.t.report_divergence("if", (answer[0].size, answer[1].size))
+        return IfRegion(self, *answer)
 
-    def loop(self, *names: str) -> Loop:
-        return Loop(self, names)
+    def loop(self, *names: str) -> LoopRegion:
+        return LoopRegion(self, names)
 
     def leave(self, value: Any) -> None:
         """Run ``return value`` for the running lanes; others go on."""
@@ -88,7 +88,7 @@ class Frame(Region):
             self.returned = []
             self.apart += 1
             self.t.parted += 1
-        self.returned.append((words.now(), value, self.captured()))
+        self.returned.append((words.now(), value, self.capture_writes()))
         self.dead = True
 
     def result(self, value: Any = None) -> Any:
@@ -97,9 +97,9 @@ class Frame(Region):
         if parts is None:
             return value
         if not self.dead:
-            parts.append((words.now(), value, self.captured()))
-        self.t.back(self.depth)
-        self.meet([(w, written) for w, _, written in parts])
+            parts.append((words.now(), value, self.capture_writes()))
+        self.t.leave_sets(self.depth)
+        self.join_writes([(w, written) for w, _, written in parts])
         self.t.parted -= 1
         self.returned = None
         return merge([(w, v) for w, v, _ in parts])
@@ -107,38 +107,38 @@ class Frame(Region):
     # --- expressions
 
     @staticmethod
-    def bound(value: Any) -> Any:
+    def check_bound(value: Any) -> Any:
         """Return the value of a name; raise where some of the lanes that run have not bound it."""
         if type(value) is Varying:
-            value.now()
+            value.running_parts()
         return value
 
-    chosen = staticmethod(branch_tests.chosen)
+    evaluate_if_exp = staticmethod(branch_tests.evaluate_if_exp)
 
     def both(self, a: Any, b: Callable) -> Any:
-        return branch_tests.shortcut(a, b, stop=False)
+        return branch_tests.evaluate_bool_op(a, b, stop=False)
 
     def either(self, a: Any, b: Callable) -> Any:
-        return branch_tests.shortcut(a, b, stop=True)
+        return branch_tests.evaluate_bool_op(a, b, stop=True)
 
     def both_test(self, a: Any, b: Callable) -> Any:
-        return branch_tests.shortcut_test(a, b, stop=False)
+        return branch_tests.evaluate_bool_test(a, b, stop=False)
 
     def either_test(self, a: Any, b: Callable) -> Any:
-        return branch_tests.shortcut_test(a, b, stop=True)
+        return branch_tests.evaluate_bool_test(a, b, stop=True)
 
-    negated_test = staticmethod(branch_tests.negated)
+    negate_test = staticmethod(branch_tests.negate_test)
 
-    def negated(self, test: Any) -> Any:
-        found = branch_tests.negated(test)
-        return found.value() if type(found) is Truth else found
+    def negate_value(self, test: Any) -> Any:
+        found = branch_tests.negate_test(test)
+        return found.value() if type(found) is DivergedTest else found
 
     def chain(self, names: tuple[str, ...], left: Any, right: Any, *rest: Callable) -> Any:
         """Evaluate ``left < right < ...``: each operand only for lanes that still compare true."""
         first = self.compare(names[0], left, right)
         if not rest:
             return first
-        return branch_tests.shortcut(
+        return branch_tests.evaluate_bool_op(
             first, lambda: self.chain(names[1:], right, rest[0](), *rest[1:]), stop=False
         )
 
@@ -164,51 +164,51 @@ class Frame(Region):
         found = subscripts.contains(item, container)
         if type(found) is bool:
             return found is wanted
-        return found if wanted else self.negated(found)
+        return found if wanted else self.negate_value(found)
 
-    call = staticmethod(converted_call.call)
-    at_once = staticmethod(at_once)
-    scalar = staticmethod(scalar_calls.run)
+    call = staticmethod(converted_call.call_converted)
+    run_predicated_if = staticmethod(run_predicated_if)
+    scalar = staticmethod(scalar_calls.run_scalar_code)
     Unsplittable = Unsplittable
-    item = staticmethod(subscripts.get)
-    store_item = staticmethod(subscripts.store)
-    delete_item = staticmethod(subscripts.delete)
+    item = staticmethod(subscripts.get_item)
+    store_item = staticmethod(subscripts.store_item)
+    delete_item = staticmethod(subscripts.delete_item)
     store_attr = staticmethod(subscripts.store_attr)
     delete_attr = staticmethod(subscripts.delete_attr)
-    unpacked = staticmethod(subscripts.unpacked)
+    unpack_items = staticmethod(subscripts.unpack_items)
     starred = staticmethod(subscripts.starred)
 
-    def added(self, a: Any, b: Any) -> Any:
+    def binary_add(self, a: Any, b: Any) -> Any:
         """Evaluate ``a + b``."""
         if self.t.mixed and (id(a) in self.t.mixed or id(b) in self.t.mixed):
-            return subscripts.apiece(
-                (a, b), lambda: subscripts.resolved(a) + subscripts.resolved(b)
+            return subscripts.run_per_set(
+                (a, b), lambda: subscripts.resolve_varying(a) + subscripts.resolve_varying(b)
             )
         return straight["add"](a, b)
 
-    def updated(self, name: str, a: Any, b: Any) -> Any:
+    def update_in_place(self, name: str, a: Any, b: Any) -> Any:
         """Evaluate ``a += b``, or another in-place operator, and return the new ``a``."""
         if self.t.parted and type(a) in CONTAINERS:
-            subscripts.note(a)
-        return subscripts.updated(name, a, b)
+            subscripts.log_container(a)
+        return subscripts.update_in_place(name, a, b)
 
     def run(self, function: Callable, iterable: Any) -> Any:
         """Run a comprehension."""
-        return converted_call.within_scope(function, (iterable,), {})
+        return converted_call.call_in_scope(function, (iterable,), {})
 
-    def fused(self, fast: Callable, slow: Callable, *operands: Any) -> Any:
+    def run_fused(self, fast: Callable, slow: Callable, *operands: Any) -> Any:
         """Evaluate an expression of several operators on the stacks, or else one by one."""
         for a in operands:
-            if type(a) is Batched:
-                found = fused(fast, operands)
+            if type(a) is BatchedTensor:
+                found = evaluate_fused(fast, operands)
                 return slow(self, *operands) if found is None else found
         return slow(self, *operands)
 
     def text(self, *pieces: Any) -> Any:
         """Evaluate an f-string: one text, or the text of each lane if they differ."""
         if all(type(p) is str or (type(p[0]) in PLAIN and type(p[2]) is str) for p in pieces):
-            return _text(*pieces)
-        return converted_call.opaque(_text, pieces, {})
+            return _format_text(*pieces)
+        return converted_call.call_unconverted(_format_text, pieces, {})
 
     def grow(self, out: list, value: Any) -> None:
         """Run ``out.append(value)`` in a comprehension, whose list nothing else refers to."""
@@ -226,7 +226,7 @@ class Frame(Region):
         length = self.call(len, value)
         return length >= count if more else length == count
 
-    def many_times(self, iterable: Any) -> Any:
+    def refuse_iterator(self, iterable: Any) -> Any:
         """Return the iterable of a ``for`` that has a name; raise if it is an iterator.
 
         Lanes that leave the loop early would leave items in it that others have consumed.
@@ -239,7 +239,7 @@ class Frame(Region):
 
     def manager(self, value: Any) -> Any:
         if type(value) is Varying:
-            value = subscripts.resolved(value)
+            value = subscripts.resolve_varying(value)
             if type(value) is Varying:
                 raise Unsplittable("a context manager that is another for some examples")
         return value
@@ -258,7 +258,7 @@ class Frame(Region):
 
     # --- names that other functions see
 
-    def noting(self, reader: Callable, value: Any) -> Any:
+    def note_cell_before(self, reader: Callable, value: Any) -> Any:
         self.note_cell(reader)
         return value
 
@@ -266,11 +266,11 @@ class Frame(Region):
         """Note the closure variable that ``reader`` reads, before it changes."""
         if self.t.parted:
             cells: Any = reader.__closure__
-            self.t.note(Cell(cells[0]))
+            self.t.note(CellSlot(cells[0]))
 
     def note_global(self, names: dict, name: str) -> None:
         if self.t.parted:
-            self.t.note(Global(names, name))
+            self.t.note(GlobalSlot(names, name))
 
 
 for _name, _operator in straight.items():

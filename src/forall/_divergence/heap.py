@@ -1,12 +1,12 @@
 """The heap: lists, dicts, attributes, closure cells. They hold the values of the running lanes.
 
 NOTE. While lanes have diverged, every write is logged first: the slot and its old content
-(`Slot.get`). When the other lanes run, the old content is restored for them (`Slot.put`). When
-lanes reconverge, the contents of all are joined in the same object (`Slot.meet`). The object's
+(`HeapSlot.get`). When the other lanes run, the old content is restored for them (`HeapSlot.store_content`). When
+lanes reconverge, the contents of all are joined in the same object (`HeapSlot.join_contents`). The object's
 identity never changes, so its names do not matter.
 
 A list whose length differs between lanes can show the items of some lanes only. It is *mixed*:
-`Thread.mixed` has its contents by active set, and the object itself holds one `Mixed`, which raises
+`ThreadState.mixed` has its contents by active set, and the object itself holds one `Mixed`, which raises
 when it is used. Operations on a mixed object run for one active set after the other.
 """
 
@@ -16,12 +16,12 @@ import sys
 from collections import deque
 from typing import Any
 
-from forall._core.raw_containers import bare
+from forall._core.raw_containers import view_raw_container
 from forall._divergence.join import (
     UNDEFINED,
     Parts,
     merge,
-    within,
+    restrict_parts,
 )
 from forall._divergence.vmap_interface import words
 
@@ -36,9 +36,9 @@ class Split:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    def within(self, world: Any) -> Any:
+    def restrict_to(self, world: Any) -> Any:
         """Return the contents for the lanes of this active set."""
-        parts = within(self.parts, world)
+        parts = restrict_parts(self.parts, world)
         return parts[0][1] if len(parts) == 1 else Split(parts)
 
 
@@ -74,7 +74,7 @@ class SeveralKinds(Unsplittable):
     """The examples' results cannot be joined to one value, however they were computed."""
 
 
-class Slot:
+class HeapSlot:
     """A variable on the heap, identified by ``key``."""
 
     __slots__ = ("key", "owner")
@@ -86,12 +86,12 @@ class Slot:
     def get(self, thread: Any) -> Any:
         raise NotImplementedError
 
-    def put(self, thread: Any, content: Any) -> None:
+    def store_content(self, thread: Any, content: Any) -> None:
         raise NotImplementedError
 
-    def meet(self, thread: Any, parts: Parts) -> None:
+    def join_contents(self, thread: Any, parts: Parts) -> None:
         """Join the contents of the lanes that reconverge."""
-        self.put(thread, merge(parts))
+        self.store_content(thread, merge(parts))
 
     def varies(self, thread: Any) -> bool:
         """True if the slot holds a value that varies between lanes."""
@@ -99,18 +99,18 @@ class Slot:
 
     def narrow(self, thread: Any) -> None:
         """Restrict the content to the lanes that run now."""
-        self.put(thread, _narrowed(self.get(thread)))
+        self.store_content(thread, _restrict_varying(self.get(thread)))
 
-    def is_known_elsewhere(self) -> bool:
+    def has_other_references(self) -> bool:
         """True if there are references to the object besides this slot's and the call's own."""
         return sys.getrefcount(self.owner) > 2
 
 
-def _narrowed(value: Any) -> Any:
+def _restrict_varying(value: Any) -> Any:
     return merge([(words.now(), value)]) if hasattr(type(value), "varies") else value
 
 
-class Attribute(Slot):
+class AttributeSlot(HeapSlot):
     __slots__ = ("name",)
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -127,14 +127,14 @@ class Attribute(Slot):
                 return UNDEFINED  # shows what the class has
         return getattr(self.owner, self.name, UNDEFINED)
 
-    def put(self, thread: Any, content: Any) -> None:
+    def store_content(self, thread: Any, content: Any) -> None:
         if content is not UNDEFINED:
             setattr(self.owner, self.name, content)
         elif self.get(thread) is not UNDEFINED:
             delattr(self.owner, self.name)
 
 
-class Cell(Slot):
+class CellSlot(HeapSlot):
     __slots__ = ()
 
     def get(self, thread: Any) -> Any:
@@ -143,14 +143,14 @@ class Cell(Slot):
         except ValueError:
             return UNDEFINED
 
-    def put(self, thread: Any, content: Any) -> None:
+    def store_content(self, thread: Any, content: Any) -> None:
         if content is not UNDEFINED:
             self.owner.cell_contents = content
         elif self.get(thread) is not UNDEFINED:
             del self.owner.cell_contents
 
 
-class Global(Slot):
+class GlobalSlot(HeapSlot):
     __slots__ = ("name",)
 
     def __init__(self, owner: dict, name: str) -> None:
@@ -160,22 +160,22 @@ class Global(Slot):
     def get(self, thread: Any) -> Any:
         return self.owner.get(self.name, UNDEFINED)
 
-    def put(self, thread: Any, content: Any) -> None:
+    def store_content(self, thread: Any, content: Any) -> None:
         if content is UNDEFINED:
             self.owner.pop(self.name, None)
         else:
             self.owner[self.name] = content
 
 
-class Container(Slot):
+class ContainerSlot(HeapSlot):
     """A list, dict, set or deque with all its items, as one slot."""
 
     __slots__ = ()
 
     @property
-    def held(self) -> Any:
+    def raw_view(self) -> Any:
         """The container without overrides of a user's class: only the user's code calls those."""
-        return bare(self.owner)
+        return view_raw_container(self.owner)
 
     def read(self) -> Any:
         raise NotImplementedError
@@ -183,76 +183,76 @@ class Container(Slot):
     def write(self, content: Any) -> None:
         raise NotImplementedError
 
-    def joined(self, parts: Parts) -> Any:
+    def join_parts(self, parts: Parts) -> Any:
         """Join the contents of all lanes into one; None if that is impossible."""
         raise NotImplementedError
 
     def get(self, thread: Any) -> Any:
         return thread.mixed[self.key][1] if self.key in thread.mixed else self.read()
 
-    def put(self, thread: Any, content: Any) -> None:
+    def store_content(self, thread: Any, content: Any) -> None:
         if type(content) is Split:
             thread.mixed[self.key] = (self, content)
             thread.loose = True
-            self.write(self.hidden())
+            self.write(self.make_placeholder())
         else:
             thread.mixed.pop(self.key, None)
             self.write(content)
 
     def values(self) -> Any:
-        return self.held
+        return self.raw_view
 
     def narrow(self, thread: Any) -> None:
         if self.key not in thread.mixed:
-            self.write([_narrowed(v) for v in self.values()])
+            self.write([_restrict_varying(v) for v in self.values()])
 
     def varies(self, thread: Any) -> bool:
         return self.key in thread.mixed or any(hasattr(type(v), "varies") for v in self.values())
 
-    def hidden(self) -> Any:
+    def make_placeholder(self) -> Any:
         return [Mixed(type(self.owner))]
 
-    def meet(self, thread: Any, parts: Parts) -> None:
+    def join_contents(self, thread: Any, parts: Parts) -> None:
         flat: Parts = []
         for world, content in parts:
-            inner = content.within(world) if type(content) is Split else content
+            inner = content.restrict_to(world) if type(content) is Split else content
             flat += inner.parts if type(inner) is Split else [(world, inner)]
         if not flat:  # unknown to all of these lanes
             return
-        content = flat[0][1] if len(flat) == 1 else self.joined(flat)
-        self.put(thread, Split(flat) if content is None else content)
+        content = flat[0][1] if len(flat) == 1 else self.join_parts(flat)
+        self.store_content(thread, Split(flat) if content is None else content)
 
 
-class Sequence(Container):
+class SequenceSlot(ContainerSlot):
     __slots__ = ()
 
     def read(self) -> list:
-        return list(self.held)
+        return list(self.raw_view)
 
     def write(self, content: list) -> None:
-        held = self.held
+        held = self.raw_view
         if isinstance(self.owner, deque):
             held.clear()
             held.extend(content)
         else:
             held[:] = content
 
-    def joined(self, parts: Parts) -> list | None:
+    def join_parts(self, parts: Parts) -> list | None:
         length = len(parts[0][1])
         if any(len(content) != length for _, content in parts):
             return None
         return [merge([(w, content[n]) for w, content in parts]) for n in range(length)]
 
 
-class Mapping(Container):
+class MappingSlot(ContainerSlot):
     __slots__ = ()
 
     def read(self) -> dict:
-        return dict(self.held.items())
+        return dict(self.raw_view.items())
 
     def write(self, content: dict) -> None:
         """Replace the contents; equal keys are kept, since an iteration may be going on."""
-        held = self.held
+        held = self.raw_view
         if list(held) != list(content):
             held.clear()
             held.update(content)
@@ -262,44 +262,52 @@ class Mapping(Container):
                 held[key] = value
 
     def values(self) -> Any:
-        return self.held.values()
+        return self.raw_view.values()
 
     def narrow(self, thread: Any) -> None:
         if self.key not in thread.mixed:
-            self.write({key: _narrowed(v) for key, v in self.held.items()})
+            self.write({key: _restrict_varying(v) for key, v in self.raw_view.items()})
 
-    def hidden(self) -> dict:
+    def make_placeholder(self) -> dict:
         mixed = Mixed(type(self.owner))
         return {mixed: mixed}
 
-    def joined(self, parts: Parts) -> dict | None:
+    def join_parts(self, parts: Parts) -> dict | None:
         keys = list(parts[0][1])
         if any(list(content) != keys for _, content in parts):
             return None
         return {key: merge([(w, content[key]) for w, content in parts]) for key in keys}
 
 
-class Set(Container):
+class SetSlot(ContainerSlot):
     __slots__ = ()
 
     def read(self) -> set:
-        return set(self.held)
+        return set(self.raw_view)
 
     def write(self, content: Any) -> None:
-        held = self.held
+        held = self.raw_view
         held.clear()
         held.update(content)
 
-    def joined(self, parts: Parts) -> set | None:
+    def join_parts(self, parts: Parts) -> set | None:
         first = parts[0][1]
         return first if all(content == first for _, content in parts) else None
 
 
-CONTAINERS.update({list: Sequence, deque: Sequence, bytearray: Sequence, dict: Mapping, set: Set})
+CONTAINERS.update(
+    {
+        list: SequenceSlot,
+        deque: SequenceSlot,
+        bytearray: SequenceSlot,
+        dict: MappingSlot,
+        set: SetSlot,
+    }
+)
 _OTHERS: dict[type, Any] = {}  # of subclasses
 
 
-def slot_of(owner: Any) -> Slot | None:
+def slot_of(owner: Any) -> HeapSlot | None:
     """Return the slot of a container; None for any other object."""
     kind = type(owner)
     found = CONTAINERS.get(kind)
@@ -310,7 +318,7 @@ def slot_of(owner: Any) -> Slot | None:
     return None if found is None else found(owner)
 
 
-def active(split: Split) -> Parts:
+def find_active_contents(split: Split) -> Parts:
     """Return the contents of a mixed object for the lanes that run now."""
-    inner = split.within(words.now())
+    inner = split.restrict_to(words.now())
     return inner.parts if type(inner) is Split else [(words.now(), inner)]

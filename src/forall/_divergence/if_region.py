@@ -6,12 +6,12 @@ from typing import Any
 
 from forall._divergence.join import UNDEFINED, merge
 from forall._divergence.thread_state import Region
-from forall._divergence.vmap_interface import either, words
+from forall._divergence.vmap_interface import unite_sets, words
 
 ONCE = (None,)
 
 
-class Agreed:
+class UniformIf:
     """An ``if`` at which all lanes take one side."""
 
     __slots__ = ("no", "yes")
@@ -21,10 +21,10 @@ class Agreed:
         self.yes, self.no = yes, no
 
 
-YES, NO = Agreed(ONCE, ()), Agreed((), ONCE)
+YES, NO = UniformIf(ONCE, ()), UniformIf((), ONCE)
 
 
-class Branch(Region):
+class IfRegion(Region):
     """An ``if`` at which lanes have diverged, from ``save`` to ``join``."""
 
     __slots__ = ("base", "first", "frame", "holes", "joins", "worlds")
@@ -43,60 +43,62 @@ class Branch(Region):
         self.joins = joins
         self.frame.apart += 1
         self.t.parted += 1
-        self.t.go(self.worlds[0])
+        self.t.run_only(self.worlds[0])
 
     def flip(self, names: dict[str, Any]) -> list[Any]:
         """End the true side, begin the false side, and return the values of its names."""
-        self.first = self._part(names)
-        self.t.back(self.depth)
+        self.first = self._leave_side(names)
+        self.t.leave_sets(self.depth)
         self.reset()
-        self.t.go(self.worlds[1])
+        self.t.run_only(self.worlds[1])
         values = list(self.base.values())
         self.holes = any(v is UNDEFINED for v in values)
         return values
 
     def join(self, names: dict[str, Any]) -> list[Any]:
         """End both sides, and return the values of the names for the lanes that go on."""
-        parts = [part for part in (self.first, self._part(names)) if part is not None]
-        return self._met(parts)
+        parts = [part for part in (self.first, self._leave_side(names)) if part is not None]
+        return self._reconverge(parts)
 
     def skip(self, names: dict[str, Any]) -> list[Any]:
         """End an ``if`` without an ``else``, like `join`."""
         self.flip(names)
-        return self._met([p for p in (self.first, self._part(self.base)) if p is not None])
+        return self._reconverge(
+            [p for p in (self.first, self._leave_side(self.base)) if p is not None]
+        )
 
-    def _part(self, names: dict[str, Any]) -> Any:
+    def _leave_side(self, names: dict[str, Any]) -> Any:
         if self.frame.dead:
             self.frame.dead = False
             return None
         values = [names.get(name, UNDEFINED) for name in self.joins]
-        return words.now(), values, self.captured()
+        return words.now(), values, self.capture_writes()
 
-    def _met(self, parts: list) -> list[Any]:
+    def _reconverge(self, parts: list) -> list[Any]:
         t = self.t
-        t.back(self.depth)
+        t.leave_sets(self.depth)
         self.frame.apart -= 1
         t.parted -= 1
-        together = either([w for w, _, _ in parts])
+        together = unite_sets([w for w, _, _ in parts])
         if together is None:
             self.frame.dead = True
             self.close()
             values = [UNDEFINED] * len(self.joins)
         else:
-            values = meet(self, together, parts)
+            values = reconverge_lanes(self, together, parts)
             self.close()
         self.holes = any(v is UNDEFINED for v in values)
         self.base = self.first = None
         return values
 
 
-def meet(region: Region, together: Any, parts: list) -> list[Any]:
+def reconverge_lanes(region: Region, together: Any, parts: list) -> list[Any]:
     """Let the lanes ``together`` run from here on; join their writes and their names' values."""
     t = region.t
     if words.now() - together is not None:
         running = words.running(together)
         running.__enter__()
         t.entered.append(running)
-    region.meet([(w, written) for w, _, written in parts])
+    region.join_writes([(w, written) for w, _, written in parts])
     count = len(parts[0][1])
     return [merge([(w, values[n]) for w, values, _ in parts]) for n in range(count)]

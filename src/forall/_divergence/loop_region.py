@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from forall._core.levels import stack
-from forall._divergence.branch_tests import ask
-from forall._divergence.if_region import ONCE, meet
+from forall._divergence.branch_tests import evaluate_lane_test
+from forall._divergence.if_region import ONCE, reconverge_lanes
 from forall._divergence.join import UNDEFINED
-from forall._divergence.subscripts import stepwise, watch
+from forall._divergence.subscripts import make_stepper, watch
 from forall._divergence.thread_state import Region
-from forall._divergence.vmap_interface import either, words
-from forall._vmap.concretize_listeners import heard
+from forall._divergence.vmap_interface import unite_sets, words
+from forall._vmap.concretize_listeners import notify_listeners
 
 EMPTY: dict[str, Any] = {}
 
 
-class Loop(Region):
+class LoopRegion(Region):
     """A loop, from before its first test to the point where all lanes that left it reconverge.
 
     A part is (lanes, values of the names, their writes). There are parts that left because the test
@@ -46,34 +46,34 @@ class Loop(Region):
             self.frame.apart += 1
             self.t.parted += 1
 
-    def _part(self, names: dict[str, Any], world: Any = None) -> Any:
+    def _leave_loop(self, names: dict[str, Any], world: Any = None) -> Any:
         values = [names.get(name, UNDEFINED) for name in self.names]
-        return words.now() if world is None else world, values, self.captured()
+        return words.now() if world is None else world, values, self.capture_writes()
 
     # --- the test
 
     def test(self, test: Any) -> bool:
         if test is True or test is False:
             return test
-        answer = ask(test)
+        answer = evaluate_lane_test(test)
         if type(answer) is bool:
             return answer
-        self.t.saw("while", (answer[0].size, answer[1].size))
+        self.t.report_divergence("while", (answer[0].size, answer[1].size))
         self.parting = answer
         return False
 
-    def part(self, names: dict[str, Any]) -> bool:
+    def drop_failed(self, names: dict[str, Any]) -> bool:
         """Let the lanes for which the test failed leave, and the others go on."""
         on, out = self.parting
         self.parting = None
         self._begin()
-        self.left.append(self._part(names, out))
-        self.t.back(self.depth)
-        self.t.go(on)
+        self.left.append(self._leave_loop(names, out))
+        self.t.leave_sets(self.depth)
+        self.t.run_only(on)
         return True
 
-    def over(self, iterable: Any) -> Iterable:
-        steps = stepwise(iterable)
+    def iterate_items(self, iterable: Any) -> Iterable:
+        steps = make_stepper(iterable)
         if steps is None:
             return watch(iterable)
         self.varying = True
@@ -87,41 +87,41 @@ class Loop(Region):
         """Yield item after item; lanes without further items leave."""
         while True:
             if self.t.report is not None and stack.listening:
-                heard()
+                notify_listeners()
             answer, item = steps()
             if answer is False:
                 return
             if answer is not True:
-                self.t.saw("for", (answer[0].size, answer[1].size), 3)
+                self.t.report_divergence("for", (answer[0].size, answer[1].size), 3)
                 self.parting = answer
-                self.part(self.noted)
+                self.drop_failed(self.noted)
             self.noted = EMPTY
             yield item()
 
     # --- leaving the body
 
-    def broke(self, names: dict[str, Any] | None) -> None:
+    def note_break(self, names: dict[str, Any] | None) -> None:
         self.frame.dead = True
         if names is None:
             self.all_broke = True
         else:
             self._begin()
-            self.broken.append(self._part(names))
+            self.broken.append(self._leave_loop(names))
 
-    def continued(self, names: dict[str, Any] | None) -> None:
+    def note_continue(self, names: dict[str, Any] | None) -> None:
         self.frame.dead = True
         if names is None:
             self.all_wait = True
         else:
             self._begin()
-            self.waiting.append(self._part(names))
+            self.waiting.append(self._leave_loop(names))
 
     def rejoin(self, names: dict[str, Any]) -> list[Any]:
         """Join the lanes that wait for the next iteration with those at the end of the body."""
         parts, self.waiting = self.waiting, []
-        return self._met(parts, names)
+        return self._reconverge(parts, names)
 
-    def revived(self) -> bool:
+    def has_next_round(self) -> bool:
         """True if any lanes run the next iteration."""
         if self.all_wait:
             self.all_wait = self.frame.dead = False
@@ -140,20 +140,20 @@ class Loop(Region):
         """Join all lanes that left the loop."""
         parts = self.left + self.broken
         self.broken = []
-        values = self._met(parts, names)
+        values = self._reconverge(parts, names)
         self._end()
         return values
 
     def finish_normal(self, names: dict[str, Any]) -> list[Any]:
         """Join the lanes that left because the test failed; they run the ``else``."""
         parts, self.left = self.left, []
-        return self._met(parts, names)
+        return self._reconverge(parts, names)
 
     def join_broken(self, names: dict[str, Any]) -> list[Any]:
         """Join the lanes that ran ``break`` with those that ran the ``else``."""
         return self.finish(names)
 
-    def done(self) -> None:
+    def close_uniform(self) -> None:
         """End a loop in which lanes never diverged."""
         if self.all_broke:
             self.frame.dead = False
@@ -165,15 +165,15 @@ class Loop(Region):
         self.close()
         self.left, self.broken, self.waiting, self.noted = [], [], [], EMPTY
 
-    def _met(self, parts: list, names: dict[str, Any]) -> list[Any]:
+    def _reconverge(self, parts: list, names: dict[str, Any]) -> list[Any]:
         if not self.frame.dead:
-            parts = [*parts, self._part(names)]
-        self.t.back(self.depth)
-        together = either([w for w, _, _ in parts])
+            parts = [*parts, self._leave_loop(names)]
+        self.t.leave_sets(self.depth)
+        together = unite_sets([w for w, _, _ in parts])
         self.frame.dead = together is None
         if together is None:
             values = [UNDEFINED] * len(self.names)
         else:
-            values = meet(self, together, parts)
+            values = reconverge_lanes(self, together, parts)
         self.holes = any(v is UNDEFINED for v in values)
         return values

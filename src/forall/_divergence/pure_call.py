@@ -15,14 +15,14 @@ import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._core.levels import stack
-from forall._vmap.batched_tensor import Batched
+from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.fast_path import raw_stack
 from forall._vmap.fast_path.raw_stack import (
-    Aside,
-    Bare,
-    bared,
-    may_be_bare,
-    wrapped,
+    LeaveFastPath,
+    RawStack,
+    can_use_raw_stacks,
+    unwrap_to_raw,
+    wrap_raw,
 )
 
 NOTHING: Any = object()
@@ -31,96 +31,96 @@ _PURE = frozenset({sum, zip, range, len, enumerate, reversed, list, tuple, abs, 
 _OF_A_LIST = frozenset({"append", "extend"})  # any list is the function's own: none is passed in
 
 
-def known(value: Any) -> Any:
+def take_outside_value(value: Any) -> Any:
     """Return a value from outside as a pure function takes it: a number, a raw stack, or a tuple.
 
-    Raise `Aside` for any other value.
+    Raise `LeaveFastPath` for any other value.
     """
     kind = type(value)
-    if kind in _CONSTANTS or kind is Bare or (kind is tuple and _is_constant(value)):
+    if kind in _CONSTANTS or kind is RawStack or (kind is tuple and _is_constant(value)):
         return value
-    if kind is Batched:
-        return bared(value, stack.top)
-    raise Aside
+    if kind is BatchedTensor:
+        return unwrap_to_raw(value, stack.top)
+    raise LeaveFastPath
 
 
 def _is_constant(values: tuple) -> bool:
     return all(type(v) in _CONSTANTS or (type(v) is tuple and _is_constant(v)) for v in values)
 
 
-def part(module: Any, name: str) -> Any:
-    """Return ``module.name``; raise `Aside` for an object that is no module."""
+def get_module_attribute(module: Any, name: str) -> Any:
+    """Return ``module.name``; raise `LeaveFastPath` for an object that is no module."""
     if type(module) is not types.ModuleType:
-        raise Aside
+        raise LeaveFastPath
     return getattr(module, name)
 
 
-def does(f: Any) -> Any:
+def find_pure_form(f: Any) -> Any:
     """Return the form of a pure function that runs on raw stacks."""
     if f in _PURE or (type(f) is types.BuiltinFunctionType and f.__module__ == "math"):
         return f
     if type(f) is types.FunctionType:
-        computes = straight(f)
+        computes = find_users_pure_form(f)
         if computes is not None:
             return computes
-    return raw_stack.does(f)
+    return raw_stack.find_raw_version(f)
 
 
-def straight(f: types.FunctionType) -> Any:
+def find_users_pure_form(f: types.FunctionType) -> Any:
     """Return the form of a user's function that runs on raw stacks; None if it is not pure."""
-    from forall._divergence.converted_call import plan_of  # which calls this
+    from forall._divergence.converted_call import find_converted_template  # which calls this
 
-    plan = plan_of(f)
+    plan = find_converted_template(f)
     computes = plan.straight if plan is not None and plan.tries else None
     given = (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
-    return computes and _is_constant(given) and computes.function(f)
+    return computes and _is_constant(given) and computes.make_function(f)
 
 
-def method(owner: Any, name: str) -> Any:
+def find_pure_method(owner: Any, name: str) -> Any:
     """Return the method ``owner.name`` in the form that runs on raw stacks."""
     kind = type(owner)
     if kind is types.ModuleType:
-        return does(getattr(owner, name))
+        return find_pure_form(getattr(owner, name))
     if kind is list and name in _OF_A_LIST:
         return getattr(owner, name)
-    owner = known(owner)
-    if type(owner) is not Bare:
-        raise Aside
-    return functools.partial(raw_stack.does(getattr(torch.Tensor, name, None)), owner)
+    owner = take_outside_value(owner)
+    if type(owner) is not RawStack:
+        raise LeaveFastPath
+    return functools.partial(raw_stack.find_raw_version(getattr(torch.Tensor, name, None)), owner)
 
 
-def called(plan: Any, f: types.FunctionType, args: tuple, kwargs: dict) -> Any:
+def call_pure(plan: Any, f: types.FunctionType, args: tuple, kwargs: dict) -> Any:
     """Call ``f(*args, **kwargs)`` on raw stacks, or return `NOTHING` if it needs wrappers."""
-    if not plan.tries or not may_be_bare():
+    if not plan.tries or not can_use_raw_stacks():
         return NOTHING
     with functions_off(), no_dispatch():
         try:
             found: dict[int, Any] = {}  # one stack for each value, to preserve identity
-            given = [found.setdefault(id(a), known(a)) for a in args]
-            named = {k: found.setdefault(id(a), known(a)) for k, a in kwargs.items()}
-        except Aside:
+            given = [found.setdefault(id(a), take_outside_value(a)) for a in args]
+            named = {k: found.setdefault(id(a), take_outside_value(a)) for k, a in kwargs.items()}
+        except LeaveFastPath:
             return NOTHING
-        if not any(type(a) is Bare for a in found.values()):
+        if not any(type(a) is RawStack for a in found.values()):
             return NOTHING
         try:
-            computes = straight(f)
-            return given_back(computes(*given, **named)) if computes else NOTHING
+            computes = find_users_pure_form(f)
+            return wrap_result(computes(*given, **named)) if computes else NOTHING
         except Exception:  # noqa: BLE001 - the call with wrappers raises it properly
             plan.tries -= 1
             return NOTHING
 
 
-def given_back(out: Any) -> Any:
+def wrap_result(out: Any) -> Any:
     """Wrap the raw stacks of a result for the user."""
     kind = type(out)
-    if kind is Bare:
-        return wrapped(out, stack.top)
+    if kind is RawStack:
+        return wrap_raw(out, stack.top)
     if kind is tuple:
-        items = [given_back(v) for v in out]
+        items = [wrap_result(v) for v in out]
         return out if all(a is b for a, b in zip(items, out, strict=True)) else tuple(items)
     if kind is list:
-        out[:] = map(given_back, out)
+        out[:] = map(wrap_result, out)
         return out
     if kind not in _CONSTANTS:
-        raise Aside
+        raise LeaveFastPath
     return out

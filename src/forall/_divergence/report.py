@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from forall._core.call_site import Place, users_frame
-from forall._core.divergence import Parted
+from forall._core.call_site import SourceLine, find_users_frame
+from forall._core.divergence import Diverged
 from forall._core.errors import name_of
 from forall._divergence.report_records import Function, Parting, Step
-from forall._vmap.concretize_listeners import where
+from forall._vmap.concretize_listeners import get_code_position
 
 UNDOES = "what one group wrote into older memory another would have seen"
 
@@ -28,10 +28,10 @@ class Report:
     again: Counter[str] = field(default_factory=Counter)  # calls rerun for each group
     ways: list[str] = field(default_factory=list)  # how the call ran, in words, one after another
     groups: list[int] = field(default_factory=list)  # how many examples each one has
-    scalar: set[Place] = field(default_factory=set)  # where scalar code begins
+    scalar: set[SourceLine] = field(default_factory=set)  # where scalar code begins
     call: Any = None  # the function, and how many examples it has
     level: Any = None
-    _first: dict[Place, Any] = field(default_factory=dict)  # the first test at each line
+    _first: dict[SourceLine, Any] = field(default_factory=dict)  # the first test at each line
     _began: Any = None
     _before_groups: Any = None
     _in_turn: bool = False
@@ -40,80 +40,86 @@ class Report:
 
     def give_up(self, why: str) -> None: ...
 
-    def parted(self, construct: str, sizes: tuple[int, ...], filename: str, line: int) -> None:
+    def note_divergence(
+        self, construct: str, sizes: tuple[int, ...], filename: str, line: int
+    ) -> None:
         self.partings.append(Parting(construct, filename, line, sizes))
 
-    def split(self, place: Place, sizes: tuple[int, ...]) -> None:
+    def split(self, place: SourceLine, sizes: tuple[int, ...]) -> None:
         """Note that unconverted code is rerun for each of these groups."""
-        self.parted(_construct(place), sizes, *place)
+        self.note_divergence(_name_construct(place), sizes, *place)
 
-    def watched(self, f: Any, run: Callable[[], Any]) -> Callable[[], Any]:
+    def wrap_counting_reruns(self, f: Any, run: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap ``run``, which calls ``f`` unconverted, to count its reruns."""
 
-        def watched() -> Any:
+        def run_and_count() -> Any:
             try:
                 return run()
-            except Parted:
+            except Diverged:
                 self.again[name_of(f)] += 1
                 raise
 
-        return watched
+        return run_and_count
 
     # --- steps: a line of two tests makes one step, at the first of them
 
-    def heard(self, frame: FrameType, truths: Any = None) -> None:
-        frame = users_frame(frame)
-        place = Place(frame.f_code.co_filename, frame.f_lineno)
-        question = where(frame)
+    def on_concretize(self, frame: FrameType, truths: Any = None) -> None:
+        frame = find_users_frame(frame)
+        place = SourceLine(frame.f_code.co_filename, frame.f_lineno)
+        question = get_code_position(frame)
         level = self.level
         if level.active and self._first.setdefault(place, question) == question:
-            self.steps.append(Step(place, level.acting.origin.numbers))
+            self.steps.append(Step(place, level.acting_level.origin.numbers))
 
-    def mark(self) -> tuple[int, int]:
+    def take_snapshot(self) -> tuple[int, int]:
         return len(self.steps), len(self.partings)
 
-    def back_to(self, mark: tuple[int, int]) -> None:
-        """Drop what was noted since ``mark``, but not the reruns, which explain the undoing."""
+    def restore_snapshot(self, mark: tuple[int, int]) -> None:
+        """Drop what was noted since ``take_snapshot``, but not the reruns, which explain the undoing."""
         del self.steps[mark[0] :], self.partings[mark[1] :]
 
     # --- runs of the whole function
 
-    def begins(self, level: Any) -> None:
-        self.level, self._first, self._began = level, {}, self.mark()
+    def begin_run(self, level: Any) -> None:
+        self.level, self._first, self._began = level, {}, self.take_snapshot()
         self.call = level.origin.call.func, level.origin.size
 
-    def ended(self, how: str) -> None:
+    def note_run(self, how: str) -> None:
         self.ways.append(f"{how}, all examples in one run")
 
-    def undone(self, how: str, why: Any) -> None:
+    def note_undone(self, how: str, why: Any) -> None:
         """Note that a run was undone: at the line of a test, or because of an error."""
-        self.back_to(self._began)
-        reason = f"up to {_shown(why)}" if type(why) is Place else f"which gave up: {_reason(why)}"
+        self.restore_snapshot(self._began)
+        reason = (
+            f"up to {_format_place(why)}"
+            if type(why) is SourceLine
+            else f"which gave up: {_format_reason(why)}"
+        )
         self.ways.append(f"{how}, {reason}; undone")
 
-    def in_groups(self) -> None:
-        self._before_groups = self.mark(), len(self.groups)
+    def begin_groups(self) -> None:
+        self._before_groups = self.take_snapshot(), len(self.groups)
         self._in_turn = False
 
-    def group(self, size: int) -> None:
+    def note_group(self, size: int) -> None:
         """Note that a group of this size has run."""
         self.groups.append(size)
 
-    def parts_again(self, why: Any, sizes: tuple[int, ...]) -> None:
+    def note_group_undone(self, why: Any, sizes: tuple[int, ...]) -> None:
         """Note that a group was undone because it diverges further."""
-        self.back_to(self._began)
+        self.restore_snapshot(self._began)
         self.groups.pop()
-        if type(why) is Place:
+        if type(why) is SourceLine:
             self.split(why, sizes)
 
-    def in_turn(self) -> None:
+    def note_one_by_one(self) -> None:
         mark, groups = self._before_groups
-        self.back_to(mark)
+        self.restore_snapshot(mark)
         del self.groups[groups:]
         self.ways.append(f"in groups, undone: {UNDOES}")
         self._in_turn = True
 
-    def groups_ended(self) -> None:
+    def end_groups(self) -> None:
         before = self._before_groups[1]
         sizes = self.groups[before:]
         if self._in_turn:
@@ -121,25 +127,25 @@ class Report:
             self.ways.append(f"one example after another: {len(sizes)} examples")
         else:
             self.ways.append(
-                f"in {len(sizes)} groups of {spread(sizes)} examples, one after another"
+                f"in {len(sizes)} groups of {format_range(sizes)} examples, one after another"
             )
 
 
-def spread(sizes: Sequence[int]) -> str:
+def format_range(sizes: Sequence[int]) -> str:
     """Format the range of sizes."""
     least, most = min(sizes), max(sizes)
     return str(most) if least == most else f"{least} to {most}"
 
 
-def _construct(place: Place) -> str:
+def _name_construct(place: SourceLine) -> str:
     word = place.text().split(" ", 1)[0].rstrip(":")
     return word if word in ("if", "while", "for", "assert", "elif", "return") else "reads"
 
 
-def _shown(place: Place) -> str:
+def _format_place(place: SourceLine) -> str:
     return f"{place.near()}, where examples part"
 
 
-def _reason(why: BaseException | None) -> str:
+def _format_reason(why: BaseException | None) -> str:
     name = type(why).__name__
     return f"{name}: {str(why).splitlines()[0]}" if str(why) else name

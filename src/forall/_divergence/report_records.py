@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forall._core.call_site import Place
+from forall._core.call_site import SourceLine
 
 
 class Parting(NamedTuple):
@@ -17,14 +17,14 @@ class Parting(NamedTuple):
     sizes: tuple[int, ...]
 
     @property
-    def place(self) -> Place:
-        return Place(self.file, self.line)
+    def place(self) -> SourceLine:
+        return SourceLine(self.file, self.line)
 
 
 class Step(NamedTuple):
     """A test, and the examples that ran it together, by their index in the whole batch."""
 
-    place: Place
+    place: SourceLine
     examples: Sequence[int]
 
 

@@ -6,42 +6,44 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from forall._ast_rewrite import Refused, runs_with, template
+from forall._ast_rewrite import Refusal, find_template, set_runtime
 from forall._compat import pytree
 from forall._divergence import py_builtins as _builtin
-from forall._divergence.converted_call import call, converted, tell
+from forall._divergence.converted_call import call_converted, report_refusal, wrap_converted
 from forall._divergence.frame import Frame
 from forall._divergence.heap import Mixed, SeveralKinds, Unsplittable
-from forall._divergence.join import UNDEFINED, merge, settled
+from forall._divergence.join import UNDEFINED, merge, unify_varying
 from forall._divergence.pure_call import (
-    does,
-    known,
-    method,
-    part,
+    find_pure_form,
+    find_pure_method,
+    get_module_attribute,
+    take_outside_value,
 )
 from forall._divergence.report import Report
-from forall._divergence.thread_state import converted_run, thread
-from forall._divergence.user_code import is_library
+from forall._divergence.thread_state import ConvertedRun, thread
+from forall._divergence.user_code import is_library_code
 from forall._divergence.varying import Varying
-from forall._divergence.vmap_interface import use, words
+from forall._divergence.vmap_interface import install_interface, words
 
 
 class _Runtime:
     Frame = Frame
-    known, part, does, method = map(staticmethod, (known, part, does, method))
+    known, part, does, method = map(
+        staticmethod, (take_outside_value, get_module_attribute, find_pure_form, find_pure_method)
+    )
 
 
-runs_with(_Runtime)
+set_runtime(_Runtime)
 del _builtin
 
 
-def _content(world: Any, value: Any) -> Any:
+def _contents_within(world: Any, value: Any) -> Any:
     """Return the contents of an object for the lanes of this active set."""
     mixed = thread.mixed.get(id(value))
-    return value if mixed is None else mixed[1].within(world)
+    return value if mixed is None else mixed[1].restrict_to(world)
 
 
-def convert(f: Callable, *, strict: bool = False) -> Callable | Refused:
+def convert(f: Callable, *, strict: bool = False) -> Callable | Refusal:
     """Convert ``f`` so that its examples can diverge and reconverge; or return the reason why not.
 
     A callable that is no Python function (a module, a partial, a builtin) is never refused: each
@@ -50,25 +52,25 @@ def convert(f: Callable, *, strict: bool = False) -> Callable | Refused:
     With ``strict``, no varying value that is not a tensor may outlive the call, neither in its
     result nor in an object: the call raises `Unsplittable`.
     """
-    if isinstance(f, types.FunctionType) and not is_library(f.__code__):
-        found = template(f)
-        if isinstance(found, Refused):
+    if isinstance(f, types.FunctionType) and not is_library_code(f.__code__):
+        found = find_template(f)
+        if isinstance(found, Refusal):
             if thread.report is not None:
-                tell(f, found)
+                report_refusal(f, found)
             return found
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with converted_run(strict=strict):
-            result = call(f, *args, **kwargs)
-            return whole(result) if strict else settled(result, _content)
+        with ConvertedRun(strict=strict):
+            result = call_converted(f, *args, **kwargs)
+            return require_uniform(result) if strict else unify_varying(result, _contents_within)
 
     return run
 
 
-def whole(result: Any) -> Any:
+def require_uniform(result: Any) -> Any:
     """Return a result as one value of all lanes; raise if it varies."""
-    result = settled(result, _content)
-    for leaf in pytree.leaves(result):
+    result = unify_varying(result, _contents_within)
+    for leaf in pytree.get_leaves(result):
         if type(leaf) in (Varying, Mixed):
             raise SeveralKinds("results of several kinds")
     return result
@@ -79,14 +81,14 @@ def is_running() -> bool:
     return thread.runs > 0
 
 
-def users(f: Callable) -> Callable:
+def convert_if_running(f: Callable) -> Callable:
     """Return a function that a transform is to call, converted if converted code is running."""
-    return run_converted(f) if thread.runs else f
+    return wrap_uniform(f) if thread.runs else f
 
 
-def run_converted(f: Callable) -> Callable:
+def wrap_uniform(f: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return whole(call(f, *args, **kwargs))
+        return require_uniform(call_converted(f, *args, **kwargs))
 
     return run
 
@@ -94,16 +96,16 @@ def run_converted(f: Callable) -> Callable:
 __all__ = [
     "UNDEFINED",
     "Frame",
-    "Refused",
+    "Refusal",
     "Report",
     "Unsplittable",
     "Varying",
-    "call",
+    "call_converted",
     "convert",
-    "converted",
+    "wrap_converted",
     "merge",
-    "settled",
+    "unify_varying",
     "thread",
-    "use",
+    "install_interface",
     "words",
 ]

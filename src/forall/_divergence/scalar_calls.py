@@ -3,7 +3,7 @@
 `_ast_rewrite.scalar_code` finds statements that compute with numbers, strings and lists alone.
 This module turns the numbers that they need into columns: one Python value for each running
 example. It runs the code on each row, and turns the results into columns again. Numbers of one type
-become a `Number`, lists of one length become a list of these.
+become a `BatchedScalar`, lists of one length become a list of these.
 
 This may fail: an example raises, lists differ in length, or there are listeners to reads of values.
 Since the code is pure, it then simply runs as it is written, which also raises the proper error.
@@ -19,19 +19,19 @@ import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.private_api import PLAIN
-from forall._core.call_site import Place
-from forall._core.host_reads import numbers_told
+from forall._core.call_site import SourceLine
+from forall._core.host_reads import notify_host_read
 from forall._core.levels import stack
 from forall._divergence import scalar_storage
-from forall._divergence.batched_scalar import Number
+from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.join import UNDEFINED, merge
 from forall._divergence.scalar_semantics import DTYPES
 from forall._divergence.thread_state import thread
 from forall._divergence.vmap_interface import words
-from forall._vmap.active_set.active_mask import World
-from forall._vmap.active_set.merge import is_stale, narrow
-from forall._vmap.active_set.sub_level import chosen
-from forall._vmap.concretize import answers
+from forall._vmap.active_set.active_mask import ActiveSet
+from forall._vmap.active_set.merge import is_stale, restrict_to_running
+from forall._vmap.active_set.sub_level import select_sub_level
+from forall._vmap.concretize import read_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,7 +55,7 @@ class _AsideError(Exception):
     """An error that makes the code run as it is written."""
 
 
-def run(
+def run_scalar_code(
     function: FunctionType,
     names: tuple[tuple[str, ...], tuple[str, ...]],
     local: dict[str, Any],
@@ -66,15 +66,15 @@ def run(
     """Return the index of the exit taken and the values of all exits; None to run it as written."""
     code = function.__code__
     if thread.report is not None:  # the report lists each step, so the code runs as it is written
-        if _only_computes(function):
-            thread.report.scalar.add(Place(code.co_filename, code.co_firstlineno))
+        if _is_pure(function):
+            thread.report.scalar.add(SourceLine(code.co_filename, code.co_firstlineno))
         return None
-    if not _tries.get(code, _TRIES) or not _may_run() or not _only_computes(function):
+    if not _tries.get(code, _TRIES) or not _may_diverge() or not _is_pure(function):
         return None
     examples = _Examples(may_change=may_change)
 
-    def find_given() -> list[_Given]:
-        given = [_Given(UNDEFINED), *(examples.find_named(local[name]) for name in names[0])]
+    def find_given() -> list[_NameValues]:
+        given = [_NameValues(UNDEFINED), *(examples.find_named(local[name]) for name in names[0])]
         given += [examples.find_named(local.get(name, UNDEFINED)) for name in names[1]]
         return given + [examples.read(how, tensor()) for how, tensor in reads]
 
@@ -82,8 +82,8 @@ def run(
     if given is None:
         return None
     if examples.level is not None:
-        numbers_told()
-    if not _is_unheard():
+        notify_host_read()
+    if not _has_no_listener():
         return None
     found = _attempt(code, lambda: examples.run(function, given, gives))
     if found is not None and code in _tries:
@@ -100,12 +100,12 @@ def _attempt(code: CodeType, run: Callable[[], Any]) -> Any:
         return None
 
 
-def _is_unheard() -> bool:
+def _has_no_listener() -> bool:
     """Return True if no listener is notified of reads of values."""
     return all(listener.is_idle for listener in stack.listening)
 
 
-def _may_run() -> bool:
+def _may_diverge() -> bool:
     """Return True if no level limits the divergence of its examples."""
     if thread.loose:
         return False
@@ -117,7 +117,7 @@ def _may_run() -> bool:
     return True
 
 
-def _only_computes(function: FunctionType) -> bool:
+def _is_pure(function: FunctionType) -> bool:
     """Return True if a function is pure and captures no tensors."""
     code, cells = function.__code__, function.__closure__
     known = _bindings.get(code)
@@ -136,7 +136,7 @@ def _only_computes(function: FunctionType) -> bool:
     return bindings is not None
 
 
-class _Given(NamedTuple):
+class _NameValues(NamedTuple):
     """The value of one name for scalar code: one value for all, or one for each example."""
 
     same: Any = None
@@ -144,7 +144,7 @@ class _Given(NamedTuple):
     repeats: bool = False  # True if examples often have equal values: these are integers
 
 
-def _may_repeat(given: list[_Given]) -> bool:
+def _may_repeat(given: list[_NameValues]) -> bool:
     """Return True if many examples may have equal rows, and rows are hashable."""
     each = [g for g in given if g.each is not None]
     same = [g.same for g in given if g.each is None]
@@ -161,12 +161,12 @@ class _Examples:
         self.size = 1
         self.known: list[Any] = []  # containers that other code refers to
 
-    def find_named(self, value: Any) -> _Given:
+    def find_named(self, value: Any) -> _NameValues:
         """Find the values of a name."""
         kind = type(value)
         if kind in _TOLD or value is UNDEFINED:
-            return _Given(value)
-        if kind is Number:
+            return _NameValues(value)
+        if kind is BatchedScalar:
             return self._find_numbers(value.tensor, flat=True)
         if kind in (list, tuple):
             return self._find_container(value, list(value), kind)
@@ -177,17 +177,17 @@ class _Examples:
             )
         raise _AsideError
 
-    def _find_container(self, value: Any, items: list, make: Callable) -> _Given:
+    def _find_container(self, value: Any, items: list, make: Callable) -> _NameValues:
         given = [self.find_named(item) for item in items]
         if type(value) is not tuple:
             if self.may_change:
                 raise _AsideError
             self.known.append(value)
         if all(g.each is None for g in given):
-            return _Given(value)
-        return _Given(None, lambda i, j: [*map(make, _rows(given, i, j))])
+            return _NameValues(value)
+        return _NameValues(None, lambda i, j: [*map(make, _iterate_rows(given, i, j))])
 
-    def read(self, how: str, value: Any) -> _Given:
+    def read(self, how: str, value: Any) -> _NameValues:
         """Find the values that a method reads of a tensor, or of a number in its place."""
         kind = _CONVERSIONS.get(how)
         if not isinstance(value, Tensor):
@@ -204,21 +204,21 @@ class _Examples:
             return found
         each = found.each
         if each is None:
-            return _Given(kind(found.same))
+            return _NameValues(kind(found.same))
         is_whole = found.repeats or kind is not float
-        return _Given(None, lambda i, j: [*map(kind, each(i, j))], is_whole)
+        return _NameValues(None, lambda i, j: [*map(kind, each(i, j))], is_whole)
 
-    def _find_numbers(self, t: Tensor, *, flat: bool = False) -> _Given:
+    def _find_numbers(self, t: Tensor, *, flat: bool = False) -> _NameValues:
         """Find the numbers of a tensor: for each example nested lists, or one number."""
         stack.asked = True
         if stack.parted and is_stale(t):
-            t = narrow(t)
-        numbers, levels = answers(t)
+            t = restrict_to_running(t)
+        numbers, levels = read_answers(t)
         if type(numbers) not in PLAIN or len(levels) > 1:
             raise _AsideError
         with functions_off(), no_dispatch():
             if not levels:
-                return _Given(numbers.item() if flat else numbers.tolist())
+                return _NameValues(numbers.item() if flat else numbers.tolist())
             size = numbers.shape[0]
             is_whole = not (numbers.is_floating_point() or numbers.is_complex())
             if flat and numbers.dim() > 1:
@@ -232,19 +232,21 @@ class _Examples:
             with functions_off(), no_dispatch():
                 return numbers[i:j].tolist()
 
-        return _Given(None, each, flat and is_whole)
+        return _NameValues(None, each, flat and is_whole)
 
-    def run(self, function: Callable, given: list[_Given], gives: tuple[int, ...]) -> tuple:
+    def run(self, function: Callable, given: list[_NameValues], gives: tuple[int, ...]) -> tuple:
         """Call the code for each example, and return the results of all.
 
         The code is pure, so that examples with equal numbers have one result.
         """
         taken: list[int] = []
         seen: dict[tuple, tuple] | None = {} if _may_repeat(given) else None
-        values: list[list[_Results]] = [[] for _ in gives]  # for each exit, of those that took it
+        values: list[list[_ResultColumn]] = [
+            [] for _ in gives
+        ]  # for each exit, of those that took it
         # A few at a time, so that few rows and lists are alive at once.
         for start in range(0, self.size, _AT_A_TIME):
-            rows = [*_rows(given, start, min(start + _AT_A_TIME, self.size))]
+            rows = [*_iterate_rows(given, start, min(start + _AT_A_TIME, self.size))]
             if seen is None:
                 results = [*itertools.starmap(function, rows)]
             else:
@@ -267,12 +269,12 @@ class _Examples:
             found += [v.build(self, chosen) for v in values[way]] or [None] * count
         return tuple(found)
 
-    def _add(self, results: list[tuple], values: list[_Results]) -> None:
+    def _add(self, results: list[tuple], values: list[_ResultColumn]) -> None:
         """Add the results of some examples that have taken one exit."""
         columns = [*zip(*results, strict=True)][1:]
         self._check_names(results, columns)
         if not values:
-            values += [_results_of(column[0]) for column in columns]
+            values += [_make_column(column[0]) for column in columns]
         for found, column in zip(values, columns, strict=True):
             found.add(column)
 
@@ -286,10 +288,12 @@ class _Examples:
             _check_once(result, set(known))
 
     def number(self, values: list, kind: type) -> Any:
-        """Make a `Number` of numbers of one type."""
+        """Make a `BatchedScalar` of numbers of one type."""
         if self.level is None or (kind is int and values.count(values[0]) == len(values)):
             return values[0]  # an int that all examples have can be a size
-        return Number(scalar_storage.rebuilt(values, DTYPES[kind], (self.size,), [self.level]))
+        return BatchedScalar(
+            scalar_storage.rebuild_tensor(values, DTYPES[kind], (self.size,), [self.level])
+        )
 
     def value(self, values: list) -> Any:
         """Make one value of the values of all examples: numbers of any types, or a few texts."""
@@ -308,16 +312,18 @@ class _Examples:
             places[key].append(n)
         parts = []
         for key, at in places.items():
-            part = chosen(self.level, at)
+            part = select_sub_level(self.level, at)
             of_part = key
             if key in DTYPES:
                 numbers = [values[n] for n in at]
-                of_part = Number(scalar_storage.rebuilt(numbers, DTYPES[key], (len(at),), [part]))
-            parts.append((World.alone(part), of_part))
+                of_part = BatchedScalar(
+                    scalar_storage.rebuild_tensor(numbers, DTYPES[key], (len(at),), [part])
+                )
+            parts.append((ActiveSet.from_level(part), of_part))
         return merge(parts)
 
 
-def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
+def _iterate_rows(given: list[_NameValues], i: int, j: int) -> Iterator[tuple]:
     """Return an iterator over the rows of examples i to j."""
     if not given:
         return iter([()] * (j - i))
@@ -325,7 +331,7 @@ def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
     return zip(*columns, strict=True)
 
 
-class _Results:
+class _ResultColumn:
     """A column of results: one value of each example."""
 
     def __init__(self) -> None:
@@ -346,7 +352,7 @@ class _Results:
         return examples.value([next(values) if is_chosen else first for is_chosen in chosen])
 
 
-class _Containers(_Results):
+class _ContainerColumn(_ResultColumn):
     """A column of lists of one length, or of dicts with the same keys."""
 
     def __init__(self, first: Any) -> None:
@@ -354,7 +360,7 @@ class _Containers(_Results):
         self.keys = [*first] if self.kind is dict else None
         if self.keys is not None and not all(type(key) in (int, str) for key in self.keys):
             raise _AsideError
-        self.parts = [_results_of(v) for v in _items(first)]
+        self.parts = [_make_column(v) for v in _items(first)]
 
     def add(self, values: Sequence[Any]) -> None:
         if {*map(type, values)} != {self.kind}:
@@ -371,13 +377,13 @@ class _Containers(_Results):
         return self.kind(found) if self.keys is None else dict(zip(self.keys, found, strict=True))
 
 
-def _results_of(first: Any) -> _Results:
+def _make_column(first: Any) -> _ResultColumn:
     """Return a column for values of the type of ``first``."""
     kind = type(first)
     if kind in (list, tuple, dict):
-        return _Containers(first)
+        return _ContainerColumn(first)
     if kind in _ATOMS:
-        return _Results()
+        return _ResultColumn()
     raise _AsideError
 
 

@@ -1,4 +1,4 @@
-"""numpy's functions on a `Number`: numpy itself, for all examples at once."""
+"""numpy's functions on a `BatchedScalar`: numpy itself, for all examples at once."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._divergence import scalar_storage
-from forall._divergence.batched_scalar import Number
+from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.scalar_semantics import DTYPES, KINDS
 
 
-def by_numpy(func: Any, inputs: tuple, kwargs: dict) -> Any:
+def call_numpy_on_scalars(func: Any, inputs: tuple, kwargs: dict) -> Any:
     """Call a ufunc on each example's number. If the results are arrays, the lanes diverge."""
     import numpy as np  # the caller has imported it
 
     def fits(a: Any) -> bool:
         if isinstance(a, np.generic):
             return _dtype(np.array(a)) in KINDS
-        return type(a) is Number or type(a) in DTYPES
+        return type(a) is BatchedScalar or type(a) in DTYPES
 
     if func.__name__ == "__call__" and not kwargs and all(map(fits, inputs)):
         return _on_stacks(func, inputs)
@@ -50,17 +50,17 @@ _UFUNCS = {
 }
 
 
-def operated(op: Any, a: Any, b: Any) -> Any:
+def operate_with_array(op: Any, a: Any, b: Any) -> Any:
     """Run an operator on a Number and a number or an array of numpy's."""
     import numpy as np  # one of the two is its own
 
-    return by_numpy(getattr(np, _UFUNCS[op]).__call__, (a, b), {})
+    return call_numpy_on_scalars(getattr(np, _UFUNCS[op]).__call__, (a, b), {})
 
 
 def _one(a: Any) -> Any:
     if isinstance(a, (list, tuple)):
         return type(a)(map(_one, a))
-    return a.one() if type(a) is Number else a
+    return a.concretize() if type(a) is BatchedScalar else a
 
 
 def _dtype(array: Any) -> torch.dtype:
@@ -74,19 +74,19 @@ def _array(t: torch.Tensor) -> Any:
 
 
 def _on_stacks(func: Any, inputs: tuple) -> Any:
-    at = [i for i, a in enumerate(inputs) if type(a) is Number]
-    tensors = scalar_storage.spread([inputs[i].tensor for i in at])
-    levels = scalar_storage.levels_of(tensors[0])
+    at = [i for i, a in enumerate(inputs) if type(a) is BatchedScalar]
+    tensors = scalar_storage.broadcast_values([inputs[i].tensor for i in at])
+    levels = scalar_storage.find_batched_levels(tensors[0])
     given = list(inputs)
     for i, t in zip(at, tensors, strict=True):
-        given[i] = _array(scalar_storage.in_order(t, levels))
+        given[i] = _array(scalar_storage.order_by_levels(t, levels))
     found = func(*given)
     outs = found if isinstance(found, tuple) else (found,)
     dtypes = [_dtype(out) for out in outs]
     if any(dtype not in KINDS for dtype in dtypes):
         return func(*map(_one, inputs))
     numbers = tuple(
-        Number(scalar_storage.rebuilt(out, dtype, out.shape, levels))
+        BatchedScalar(scalar_storage.rebuild_tensor(out, dtype, out.shape, levels))
         for out, dtype in zip(outs, dtypes, strict=True)
     )
     return numbers if isinstance(found, tuple) else numbers[0]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
-from forall._divergence.scalar_storage import plain
+from forall._divergence.scalar_storage import read_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ _INT64 = 2**63
 _EXACT = 2**53  # every int up to here is a float
 
 
-def wider(a: type, b: type) -> type:
+def widest_type(a: type, b: type) -> type:
     """Return the type to which Python promotes numbers of these two types."""
     return max(a, b, key=_ORDER.index)
 
@@ -51,7 +51,7 @@ class Operand:
         lo, hi = self.bounds
         return max(-lo, hi)  # nan where there is one: `bounds` has it on both sides
 
-    def as_(self, kind: type) -> Any:
+    def convert_to(self, kind: type) -> Any:
         if isinstance(self.of, torch.Tensor):
             return self.of.to(DTYPES[kind]) if kind is not self.kind else self.of
         return kind(self.of)
@@ -60,7 +60,7 @@ class Operand:
         lo, hi = self.bounds
         if lo > 0 or hi < 0:
             return False
-        return not self.of if not isinstance(self.of, torch.Tensor) else any_(self.of == 0)
+        return not self.of if not isinstance(self.of, torch.Tensor) else has_any_true(self.of == 0)
 
     def is_64_bit(self) -> bool:
         return isinstance(self.of, torch.Tensor) or self.kind is float or self.most < _INT64
@@ -69,9 +69,9 @@ class Operand:
         return all(map(math.isfinite, self.bounds))
 
 
-def bounds_of(t: torch.Tensor) -> tuple:
+def find_bounds(t: torch.Tensor) -> tuple:
     """Return the least and the largest number as Python's; nan for both if a float is nan."""
-    numbers = plain(t)
+    numbers = read_values(t)
     if not numbers.numel() or numbers.is_complex():
         return (0, 0) if not numbers.numel() else (-math.inf, math.inf)
     with functions_off(), no_dispatch():
@@ -79,20 +79,20 @@ def bounds_of(t: torch.Tensor) -> tuple:
         return lo.item(), hi.item()
 
 
-def any_(t: torch.Tensor) -> bool:
+def has_any_true(t: torch.Tensor) -> bool:
     with functions_off(), no_dispatch():
-        return bool(plain(t).any())
+        return bool(read_values(t).any())
 
 
 def all_finite(t: torch.Tensor) -> bool:
     with functions_off(), no_dispatch():
-        return bool(plain(t).isfinite().all())
+        return bool(read_values(t).isfinite().all())
 
 
 # --- what may go wrong --------------------------------------------------------------------------
 
 
-def _always(a: Operand, b: Operand) -> bool:
+def _is_always_exact(a: Operand, b: Operand) -> bool:
     return True
 
 
@@ -101,23 +101,23 @@ def _pow_fits(a: Operand, b: Operand) -> bool:
     return lo >= 0 and hi <= 64 and a.most**hi < _INT64
 
 
-def _shifts(b: Operand) -> bool:
+def _is_shift_in_range(b: Operand) -> bool:
     return b.bounds[0] >= 0 and b.bounds[1] < 64
 
 
-def _divides(a: Operand, b: Operand) -> bool:
+def _is_exact_int_division(a: Operand, b: Operand) -> bool:
     return a.most < _INT64 and not b.has_zero()
 
 
-def _divides_exactly(a: Operand, b: Operand) -> bool:
+def _is_exact_true_division(a: Operand, b: Operand) -> bool:
     return a.most <= _EXACT and b.most <= _EXACT and not b.has_zero()
 
 
-def _divides_floats(a: Operand, b: Operand) -> bool:
+def _is_exact_float_division(a: Operand, b: Operand) -> bool:
     return a.is_finite() and b.is_finite() and not b.has_zero()
 
 
-def _compares(a: Operand, b: Operand) -> bool:
+def _is_exact_comparison(a: Operand, b: Operand) -> bool:
     """True if torch compares as Python does: it compares an int and a float by exact values."""
     return all(o.most <= _EXACT for o in (a, b) if o.kind is not float)
 
@@ -148,22 +148,22 @@ _INTS: dict[Any, Callable[[Operand, Operand], bool]] = {
     operator.add: lambda a, b: a.most + b.most < _INT64,
     operator.sub: lambda a, b: a.most + b.most < _INT64,
     operator.mul: lambda a, b: a.most * b.most < _INT64,
-    operator.floordiv: _divides,
-    operator.mod: _divides,
+    operator.floordiv: _is_exact_int_division,
+    operator.mod: _is_exact_int_division,
     operator.pow: _pow_fits,
-    operator.lshift: lambda a, b: _shifts(b) and a.most << b.bounds[1] < _INT64,
-    operator.rshift: lambda a, b: _shifts(b),
-    **dict.fromkeys(_LOGIC, _always),
-    **dict.fromkeys(_COMPARISONS, _always),
+    operator.lshift: lambda a, b: _is_shift_in_range(b) and a.most << b.bounds[1] < _INT64,
+    operator.rshift: lambda a, b: _is_shift_in_range(b),
+    **dict.fromkeys(_LOGIC, _is_always_exact),
+    **dict.fromkeys(_COMPARISONS, _is_always_exact),
 }
 _FLOATS: dict[Any, Callable[[Operand, Operand], bool]] = {
-    operator.add: _always,
-    operator.sub: _always,
-    operator.mul: _always,
+    operator.add: _is_always_exact,
+    operator.sub: _is_always_exact,
+    operator.mul: _is_always_exact,
     operator.truediv: lambda a, b: not b.has_zero(),
-    operator.floordiv: _divides_floats,
-    operator.mod: _divides_floats,
-    **dict.fromkeys(_COMPARISONS, _compares),
+    operator.floordiv: _is_exact_float_division,
+    operator.mod: _is_exact_float_division,
+    **dict.fromkeys(_COMPARISONS, _is_exact_comparison),
 }
 _FOR_FLOATS = {
     operator.truediv: _float_div,
@@ -171,48 +171,48 @@ _FOR_FLOATS = {
 }
 
 
-def binary(op: Any, a: Operand, b: Operand) -> torch.Tensor | None:
+def compute_binary(op: Any, a: Operand, b: Operand) -> torch.Tensor | None:
     """Compute ``op(a, b)`` for all examples at once, or return None."""
-    kind = wider(a.kind, b.kind)
+    kind = widest_type(a.kind, b.kind)
     if kind is complex or not (a.is_64_bit() and b.is_64_bit()):
         return None
     if kind is bool and op not in _LOGIC:
         kind = int
     if kind is int and op is operator.truediv:
-        guard, kind = _divides_exactly, float
+        guard, kind = _is_exact_true_division, float
     else:
         guard = (_FLOATS if kind is float else _INTS).get(op)
     if guard is None or not guard(a, b):
         return None
     call: Any = _FOR_FLOATS.get(op, op) if kind is float else op
-    return call(a.as_(kind), b.as_(kind))
+    return call(a.convert_to(kind), b.convert_to(kind))
 
 
-def _to_int(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _make_rounding(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     def call(a: Operand) -> torch.Tensor | None:
         if a.kind is float:
             return rounded(a.of).to(torch.int64) if a.most < _INT64 else None
-        return a.as_(int) if a.kind is not complex else None
+        return a.convert_to(int) if a.kind is not complex else None
 
     return call
 
 
-def _signed(op: Any) -> Any:
+def _make_signed_unary(op: Any) -> Any:
     def call(a: Operand) -> torch.Tensor | None:
         if a.kind is complex or (a.kind is not float and a.most >= _INT64):
             return None
-        return op(a.as_(wider(a.kind, int)))
+        return op(a.convert_to(widest_type(a.kind, int)))
 
     return call
 
 
 UNARY: dict[Any, Callable[[Operand], torch.Tensor | None]] = {
-    operator.neg: _signed(operator.neg),
-    operator.pos: _signed(operator.pos),
-    operator.abs: _signed(operator.abs),
-    operator.invert: lambda a: ~a.as_(int) if a.kind in (bool, int) else None,
-    round: _to_int(torch.round),
-    math.floor: _to_int(torch.floor),
-    math.ceil: _to_int(torch.ceil),
-    math.trunc: _to_int(torch.trunc),
+    operator.neg: _make_signed_unary(operator.neg),
+    operator.pos: _make_signed_unary(operator.pos),
+    operator.abs: _make_signed_unary(operator.abs),
+    operator.invert: lambda a: ~a.convert_to(int) if a.kind in (bool, int) else None,
+    round: _make_rounding(torch.round),
+    math.floor: _make_rounding(torch.floor),
+    math.ceil: _make_rounding(torch.ceil),
+    math.trunc: _make_rounding(torch.trunc),
 }

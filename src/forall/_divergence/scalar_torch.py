@@ -1,4 +1,4 @@
-"""A `Number` as an argument of torch's functions, with torch's promotion of Python's numbers.
+"""A `BatchedScalar` as an argument of torch's functions, with torch's promotion of Python's numbers.
 
 If possible, a 0-d tensor replaces the number, in the dtype to which torch would promote it. For any
 other argument (a size, a dim, ``alpha=``) one Python number is needed, and the lanes diverge.
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.devices import new_device
+from forall._compat.devices import find_new_device
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.versions import HAS_BOUNDS_WITHIN
 from forall._divergence import scalar_storage
-from forall._divergence.batched_scalar import Number
-from forall._divergence.scalar_semantics import DTYPES, wider
+from forall._divergence.batched_scalar import BatchedScalar
+from forall._divergence.scalar_semantics import DTYPES, widest_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,12 +27,12 @@ Tensor = torch.Tensor
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def called(func: Any, args: tuple, kwargs: dict) -> Any:
+def call_with_numbers(func: Any, args: tuple, kwargs: dict) -> Any:
     """Call ``func`` with Numbers among its arguments: each example has its own number."""
     place = _PLACES.get(func.__name__) if _home(func) in _HOMES else None
     found = NotImplemented if place is None else place(func, args, kwargs)
     if found is NotImplemented:
-        found = (func, one_each(args), one_each(kwargs))
+        found = (func, concretize_numbers(args), concretize_numbers(kwargs))
     func, args, kwargs = found
     return func(*args, **kwargs)
 
@@ -64,13 +64,13 @@ _MIRRORED = {
 }
 
 
-def operated(op: Any, a: Any, b: Any) -> Any:
+def operate_with_tensor(op: Any, a: Any, b: Any) -> Any:
     """Run an operator on a Number and a tensor."""
     if isinstance(a, Tensor):
-        return called(op, (a, b), {})
+        return call_with_numbers(op, (a, b), {})
     if op is operator.truediv:  # as torch has it, rounding and all
-        return called(operator.mul, (b.reciprocal(), a), {})
-    return called(_MIRRORED[op], (b, a), {}) if op in _MIRRORED else NotImplemented
+        return call_with_numbers(operator.mul, (b.reciprocal(), a), {})
+    return call_with_numbers(_MIRRORED[op], (b, a), {}) if op in _MIRRORED else NotImplemented
 
 
 _HOMES = {"TensorBase", "Tensor", "_VariableFunctionsClass", "_operator"}
@@ -82,27 +82,27 @@ def _home(func: Any) -> str:
     return getattr(func, "__qualname__", "").partition(".")[0]
 
 
-def one_each(tree: Any) -> Any:
+def concretize_numbers(tree: Any) -> Any:
     """Replace every Number by one Python number: where the examples differ, they diverge."""
-    if type(tree) is Number:
-        return tree.one()
+    if type(tree) is BatchedScalar:
+        return tree.concretize()
     if type(tree) in (list, tuple):
-        return type(tree)(map(one_each, tree))
+        return type(tree)(map(concretize_numbers, tree))
     if type(tree) is dict:
-        return {k: one_each(v) for k, v in tree.items()}
+        return {k: concretize_numbers(v) for k, v in tree.items()}
     return tree
 
 
 # --- the dtype of a number ----------------------------------------------------------------------
 
 
-def in_dtype(n: Number, dtype: torch.dtype, device: Any = None) -> Tensor | None:
+def cast_number(n: BatchedScalar, dtype: torch.dtype, device: Any = None) -> Tensor | None:
     """Return the number in ``dtype``, or None if it may be too large, so that torch decides."""
     bounds = (0, 0) if n.kind is complex else n.bounds
-    return n.cast(dtype, device) if fit(n.kind, bounds, dtype) else None
+    return n.cast(dtype, device) if fits_in_dtype(n.kind, bounds, dtype) else None
 
 
-def fit(kind: type, bounds: tuple, dtype: torch.dtype) -> bool:
+def fits_in_dtype(kind: type, bounds: tuple, dtype: torch.dtype) -> bool:
     """Return True if numbers of this type and within these bounds are none too large."""
     if kind is complex:
         return dtype.is_complex
@@ -115,35 +115,39 @@ def fit(kind: type, bounds: tuple, dtype: torch.dtype) -> bool:
     return info.min <= lo <= hi <= info.max
 
 
-def common_dtype(values: list) -> torch.dtype:
+def promote_dtypes(values: list) -> torch.dtype:
     """Return the dtype to which torch promotes these values; a Number is a Python number."""
     with functions_off():
         tensors = [v for v in values if isinstance(v, Tensor)]
         kind = reduce(
-            wider,
-            (v.kind if type(v) is Number else type(v) for v in values if not isinstance(v, Tensor)),
+            widest_type,
+            (
+                v.kind if type(v) is BatchedScalar else type(v)
+                for v in values
+                if not isinstance(v, Tensor)
+            ),
         )
         low = tuple(t.dtype for t in tensors if not t.dim())
         high = tuple(t.dtype for t in tensors if t.dim())
-    return _common_dtype(low, high, kind, torch.get_default_dtype())
+    return _promote_dtypes(low, high, kind, torch.get_default_dtype())
 
 
 @cache
-def _common_dtype(low: tuple, high: tuple, kind: type, _default: torch.dtype) -> torch.dtype:
+def _promote_dtypes(low: tuple, high: tuple, kind: type, _default: torch.dtype) -> torch.dtype:
     """Return the common dtype of tensors without dims, tensors with dims, and a number."""
     with functions_off(), no_dispatch():
         one = kind(1)
         lower = torch.tensor(one).dtype
         if low:
-            lower = torch.result_type(torch.empty((), dtype=_promoted(low)), one)
+            lower = torch.result_type(torch.empty((), dtype=_promote_all(low)), one)
         if not high:
             return lower
         return torch.result_type(
-            torch.empty(0, dtype=_promoted(high)), torch.empty((), dtype=lower)
+            torch.empty(0, dtype=_promote_all(high)), torch.empty((), dtype=lower)
         )
 
 
-def _promoted(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+def _promote_all(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
@@ -182,26 +186,26 @@ _AS_IT_IS_INTO = {"mul_": torch.mul, "div_": torch.div, "floor_divide_": torch.f
 
 
 def _is_value(a: Any) -> bool:
-    return isinstance(a, Tensor) or type(a) is Number or type(a) in DTYPES
+    return isinstance(a, Tensor) or type(a) is BatchedScalar or type(a) in DTYPES
 
 
-def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
+def _convert_promoting(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func.__name__
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     places = [p for p, a in given.items() if _is_value(a) and (type(p) is int or p in _VALUES)]
     if name == "where":  # the mask is no value
         places.remove(1 if _home(func) == "TensorBase" else 0)
-    numbers = [p for p in places if type(given[p]) is Number]
-    if len(numbers) < sum(type(a) is Number for a in given.values()):
+    numbers = [p for p in places if type(given[p]) is BatchedScalar]
+    if len(numbers) < sum(type(a) is BatchedScalar for a in given.values()):
         return NotImplemented
-    dtype = common_dtype([given[p] for p in places])
-    if _is_special(name, [given[p] for p in places], dtype):
+    dtype = promote_dtypes([given[p] for p in places])
+    if _needs_python_number(name, [given[p] for p in places], dtype):
         return NotImplemented
     as_it_is = dtype in _HALVES and (name in _AS_IT_IS or name in _AS_IT_IS_INTO)
     target = torch.float32 if as_it_is else dtype
     device = next((a.device for a in given.values() if isinstance(a, Tensor)), None)
     for p in numbers:
-        given[p] = in_dtype(given[p], target, device)
+        given[p] = cast_number(given[p], target, device)
         if given[p] is None:
             return NotImplemented
     if name in _CLAMPS:
@@ -213,7 +217,11 @@ def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
         if given[0].is_floating_point():
             func = _CLAMPS[name]
     args = tuple(given[i] for i in range(len(args)))
-    return _in_float32(func, dtype) if as_it_is else func, args, {k: given[k] for k in kwargs}
+    return (
+        _compute_in_float32(func, dtype) if as_it_is else func,
+        args,
+        {k: given[k] for k in kwargs},
+    )
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
@@ -238,29 +246,31 @@ def _clamp_max(input: Tensor, max: Any) -> Tensor:
     return _clamp(input, None, max)
 
 
-def _in_place(clamp: Callable) -> Callable:
-    def written(input: Tensor, *bounds: Any, **named: Any) -> Tensor:
+def _make_clamp_in_place(clamp: Callable) -> Callable:
+    def clamp_in_place(input: Tensor, *bounds: Any, **named: Any) -> Tensor:
         return input.copy_(clamp(input, *bounds, **named))
 
-    return written
+    return clamp_in_place
 
 
 _CLAMPS = {"clamp": _clamp, "clip": _clamp, "clamp_min": _clamp_min, "clamp_max": _clamp_max}
-_CLAMPS |= {f"{name}_": _in_place(clamp) for name, clamp in _CLAMPS.items()}
+_CLAMPS |= {f"{name}_": _make_clamp_in_place(clamp) for name, clamp in _CLAMPS.items()}
 
 
-def _is_special(name: str, values: list, dtype: torch.dtype) -> bool:
+def _needs_python_number(name: str, values: list, dtype: torch.dtype) -> bool:
     """True if torch treats a Python number in another way here than a tensor."""
     if "sub" in name:
-        return any(type(v) is Number and v.kind is bool for v in values)
+        return any(type(v) is BatchedScalar and v.kind is bool for v in values)
     if "floor" in name:
         return dtype is torch.bool or dtype.is_complex
     if "pow" in name and not (dtype.is_floating_point or dtype.is_complex):
-        return dtype is torch.bool or any(type(v) is Number and v.bounds[0] < 0 for v in values)
+        return dtype is torch.bool or any(
+            type(v) is BatchedScalar and v.bounds[0] < 0 for v in values
+        )
     return False
 
 
-def _in_float32(func: Any, dtype: torch.dtype) -> Callable:
+def _compute_in_float32(func: Any, dtype: torch.dtype) -> Callable:
     def call(x: Any, y: Any, **kwargs: Any) -> Tensor:
         a, b = (t.float() if isinstance(t, Tensor) else t for t in (x, y))
         into = _AS_IT_IS_INTO.get(func.__name__)
@@ -274,27 +284,27 @@ def _in_float32(func: Any, dtype: torch.dtype) -> Callable:
 # --- numbers that are written into a tensor, and places -----------------------------------------
 
 
-def _writing(func: Any, args: tuple, kwargs: dict) -> Any:
+def _convert_filling(func: Any, args: tuple, kwargs: dict) -> Any:
     """Convert the number of a call that fills ``args[0]``: the last argument, or ``value=``."""
     x = args[0]
     name = next((k for k in ("value", "fill_value") if k in kwargs), None)
     n = args[-1] if name is None else kwargs[name]
-    if type(n) is not Number:
+    if type(n) is not BatchedScalar:
         return NotImplemented
-    t = in_dtype(n, kwargs.get("dtype") or x.dtype, x.device)
+    t = cast_number(n, kwargs.get("dtype") or x.dtype, x.device)
     if t is None:
         return NotImplemented
     if name is None:
-        return func, (*one_each(args[:-1]), t), kwargs
-    return func, one_each(args), {**kwargs, name: t}
+        return func, (*concretize_numbers(args[:-1]), t), kwargs
+    return func, concretize_numbers(args), {**kwargs, name: t}
 
 
-def _item(func: Any, args: tuple, kwargs: dict) -> Any:
+def _convert_item(func: Any, args: tuple, kwargs: dict) -> Any:
     """Convert the numbers of ``x[n]`` and ``x[n] = m``."""
     x, index, *value = args
     index = tuple(map(_as_index, index)) if type(index) is tuple else _as_index(index)
-    if value and type(value[0]) is Number:
-        value = [in_dtype(value[0], x.dtype, x.device)]
+    if value and type(value[0]) is BatchedScalar:
+        value = [cast_number(value[0], x.dtype, x.device)]
         if value[0] is None:
             return NotImplemented
     return func, (x, index, *value), kwargs
@@ -303,53 +313,53 @@ def _item(func: Any, args: tuple, kwargs: dict) -> Any:
 def _as_index(n: Any) -> Any:
     """Return a number, or a list of them, as an index tensor."""
     if type(n) is list and n and all(_is_int(i) for i in n):
-        places = [i.tensor if type(i) is Number else torch.tensor(i) for i in n]
-        return torch.stack(scalar_storage.on_one_device(places))
-    return n.tensor if type(n) is Number and n.kind is int else one_each(n)
+        places = [i.tensor if type(i) is BatchedScalar else torch.tensor(i) for i in n]
+        return torch.stack(scalar_storage.move_to_one_device(places))
+    return n.tensor if type(n) is BatchedScalar and n.kind is int else concretize_numbers(n)
 
 
 def _is_int(n: Any) -> bool:
-    return type(n) is int or (type(n) is Number and n.kind is int)
+    return type(n) is int or (type(n) is BatchedScalar and n.kind is int)
 
 
-def _narrow(func: Any, args: tuple, kwargs: dict) -> Any:
+def _convert_narrow(func: Any, args: tuple, kwargs: dict) -> Any:
     """Convert the numbers of ``x.narrow(dim, n, length)``."""
 
     def narrow(input: Tensor, dim: int, start: Any, length: Any) -> Tensor:
-        if type(start) is Number and start.kind is int:
+        if type(start) is BatchedScalar and start.kind is int:
             start = start.tensor
-        return func(input, *one_each((dim, start, length)))
+        return func(input, *concretize_numbers((dim, start, length)))
 
     return narrow, args, kwargs
 
 
-def _select(func: Any, args: tuple, kwargs: dict) -> Any:
+def _convert_select(func: Any, args: tuple, kwargs: dict) -> Any:
     """Convert the numbers of ``x.select(dim, n)``, whose result is a view."""
 
     def select(input: Tensor, dim: Any, index: Any) -> Tensor:
-        dim = one_each(dim)
-        low, high = index.bounds if type(index) is Number else (index, index)
+        dim = concretize_numbers(dim)
+        low, high = index.bounds if type(index) is BatchedScalar else (index, index)
         size = input.shape[dim] if -input.dim() <= dim < input.dim() else 0
         if index.kind is not int or not -size <= low <= high < size:
-            return func(input, dim, one_each(index))
+            return func(input, dim, concretize_numbers(index))
         return input.narrow(dim, index.tensor, 1).squeeze(dim)
 
     return select, args, kwargs
 
 
-def _roll(func: Any, args: tuple, kwargs: dict) -> Any:
+def _convert_roll(func: Any, args: tuple, kwargs: dict) -> Any:
     """Convert the numbers of ``x.roll(n, dim)``, which becomes an ``index_select``."""
 
     def roll(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
         dim = dims[0] if type(dims) in (tuple, list) and len(dims) == 1 else dims
-        is_one = type(shifts) is Number and shifts.kind is int and input.numel()
+        is_one = type(shifts) is BatchedScalar and shifts.kind is int and input.numel()
         if is_one and type(dim) is int and -input.dim() <= dim < input.dim():
             size = input.shape[dim]
             places = torch.arange(size, device=input.device) - shifts.tensor
             return input.index_select(dim, places.remainder(size))
         if is_one and dim in ((), []):
             return roll(input.flatten(), shifts, 0).view(input.shape)
-        return func(input, one_each(shifts), one_each(dims))
+        return func(input, concretize_numbers(shifts), concretize_numbers(dims))
 
     return roll, args, kwargs
 
@@ -357,59 +367,62 @@ def _roll(func: Any, args: tuple, kwargs: dict) -> Any:
 # --- numbers that become tensors ----------------------------------------------------------------
 
 
-def _full(func: Any, args: tuple, kwargs: dict) -> Any:
+def _convert_full(func: Any, args: tuple, kwargs: dict) -> Any:
     def full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Tensor:
-        dtype = dtype or common_dtype([fill_value])
-        options["device"] = new_device(options.get("device"))
-        t = in_dtype(fill_value, dtype, options["device"])
-        value = fill_value.one() if t is None else t
-        return func(one_each(size), value, dtype=dtype, **options)
+        dtype = dtype or promote_dtypes([fill_value])
+        options["device"] = find_new_device(options.get("device"))
+        t = cast_number(fill_value, dtype, options["device"])
+        value = fill_value.concretize() if t is None else t
+        return func(concretize_numbers(size), value, dtype=dtype, **options)
 
     fill_value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
-    return (full, args, kwargs) if type(fill_value) is Number else NotImplemented
+    return (full, args, kwargs) if type(fill_value) is BatchedScalar else NotImplemented
 
 
-def _scalar_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
-    def scalar_tensor(s: Number, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        device = new_device(device)
-        t = in_dtype(s, dtype or torch.get_default_dtype(), device)
-        return func(s.one(), dtype=dtype, device=device) if t is None else t.clone()
+def _convert_scalar_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
+    def scalar_tensor(
+        s: BatchedScalar, *, dtype: Any = None, device: Any = None, **_: Any
+    ) -> Tensor:
+        device = find_new_device(device)
+        t = cast_number(s, dtype or torch.get_default_dtype(), device)
+        return func(s.concretize(), dtype=dtype, device=device) if t is None else t.clone()
 
     return scalar_tensor, args, kwargs
 
 
-def _spaced(func: Any, args: tuple, kwargs: dict) -> Any:
+def _convert_spaced(func: Any, args: tuple, kwargs: dict) -> Any:
     """Convert the ends of ``linspace`` and ``logspace``, without effect on the result's dtype."""
     ends = [a.cast(torch.float64) if _is_real(a) else a for a in args[:2]]
-    if kwargs.keys() & {"start", "end"} or any(type(a) is Number for a in ends):
+    if kwargs.keys() & {"start", "end"} or any(type(a) is BatchedScalar for a in ends):
         return NotImplemented
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     ends = [e if isinstance(e, Tensor) else torch.tensor(e, dtype=torch.float64) for e in ends]
-    device = new_device(kwargs.get("device"))
+    device = find_new_device(kwargs.get("device"))
     return (
         func,
-        (*ends, *one_each(args[2:])),
-        {**one_each(kwargs), "dtype": dtype, "device": device},
+        (*ends, *concretize_numbers(args[2:])),
+        {**concretize_numbers(kwargs), "dtype": dtype, "device": device},
     )
 
 
 def _is_real(a: Any) -> bool:
-    return type(a) is Number and a.kind is not complex
+    return type(a) is BatchedScalar and a.kind is not complex
 
 
 _PLACES: dict[str, Callable] = {
-    **dict.fromkeys(_PROMOTING, _promoting),
+    **dict.fromkeys(_PROMOTING, _convert_promoting),
     **dict.fromkeys(
-        ("fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_"), _writing
+        ("fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
+        _convert_filling,
     ),
-    **dict.fromkeys(("full_like", "new_full"), _writing),
-    "__getitem__": _item,
-    "__setitem__": _item,
-    "narrow": _narrow,
-    "select": _select,
-    "roll": _roll,
-    "full": _full,
-    "scalar_tensor": _scalar_tensor,
-    "linspace": _spaced,
-    "logspace": _spaced,
+    **dict.fromkeys(("full_like", "new_full"), _convert_filling),
+    "__getitem__": _convert_item,
+    "__setitem__": _convert_item,
+    "narrow": _convert_narrow,
+    "select": _convert_select,
+    "roll": _convert_roll,
+    "full": _convert_full,
+    "scalar_tensor": _convert_scalar_tensor,
+    "linspace": _convert_spaced,
+    "logspace": _convert_spaced,
 }

@@ -6,34 +6,34 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from forall._core.python_state import Remembered
+from forall._core.python_state import PythonSnapshot
 from forall._divergence.heap import (
-    Attribute,
+    AttributeSlot,
     Unsplittable,
-    active,
+    find_active_contents,
     slot_of,
 )
-from forall._divergence.join import Parts, merge, within
-from forall._divergence.thread_state import each_world, thread
-from forall._divergence.varying import Varying, resolved, worlds_of
-from forall._divergence.vmap_interface import either, words
+from forall._divergence.join import Parts, merge, restrict_parts
+from forall._divergence.thread_state import run_each_set, thread
+from forall._divergence.varying import Varying, find_uniform_sets, resolve_varying
+from forall._divergence.vmap_interface import unite_sets, words
 
 PLAIN_KEYS = frozenset({int, str, type(None), bool})
 BUILTIN = frozenset({list, tuple, dict, str, range})
 END = object()
 
 
-def apiece(values: tuple, run: Callable[[], Any]) -> Any:
+def run_per_set(values: tuple, run: Callable[[], Any]) -> Any:
     """Run once for each active set within which none of the values varies."""
-    worlds = worlds_of(values)
-    return each_world([(world, None) for world in worlds], lambda _: run())
+    worlds = find_uniform_sets(values)
+    return run_each_set([(world, None) for world in worlds], lambda _: run())
 
 
 def is_mixed(value: Any) -> bool:
     return bool(thread.mixed) and id(value) in thread.mixed
 
 
-def note(owner: Any) -> None:
+def log_container(owner: Any) -> None:
     """Log the contents of a container before it changes."""
     slot = slot_of(owner)
     if slot is not None:
@@ -43,54 +43,56 @@ def note(owner: Any) -> None:
 # --- reading
 
 
-def get(x: Any, key: Any) -> Any:
+def get_item(x: Any, key: Any) -> Any:
     """Evaluate ``x[key]``."""
     kind = type(x)
     if kind is Varying:
-        return x.each(lambda v: get(v, key))
+        return x.each(lambda v: get_item(v, key))
     if thread.loose and (type(key) is Varying or is_mixed(x)):
-        return apiece((x, key), lambda: get(resolved(x), resolved(key)))
+        return run_per_set((x, key), lambda: get_item(resolve_varying(x), resolve_varying(key)))
     if kind in BUILTIN:
         if type(key) in PLAIN_KEYS:
             return x[key]
-        return _looked_up(x, key)
+        return _look_up(x, key)
     if type(key) in PLAIN_KEYS:
         return x[key]
     own = getattr(kind, "__getitem__", None)
     if hasattr(own, "__code__") and not isinstance(x, words.Tensor):
-        from forall._divergence.converted_call import call  # which looks up items
+        from forall._divergence.converted_call import call_converted  # which looks up items
 
-        return call(own, x, key)
-    return words.apart(lambda: x[key], merge) if _may_part(key) else x[key]
+        return call_converted(own, x, key)
+    return words.apart(lambda: x[key], merge) if _may_differ(key) else x[key]
 
 
-def _looked_up(x: Any, key: Any) -> Any:
+def _look_up(x: Any, key: Any) -> Any:
     """Return an item of a builtin container by a key that may differ between lanes."""
-    if _may_part(key):
-        return words.apart(lambda: x[_hard(key)], merge)
+    if _may_differ(key):
+        return words.apart(lambda: x[_concretize_key(key)], merge)
     return x[key]
 
 
-def _may_part(key: Any) -> bool:
+def _may_differ(key: Any) -> bool:
     """True if a key may differ between lanes: a tensor, a Number, or a slice or tuple of these."""
     kind = type(key)
     if kind is slice:
-        return any(_may_part(v) for v in (key.start, key.stop, key.step))
+        return any(_may_differ(v) for v in (key.start, key.stop, key.step))
     if kind is tuple or kind is list:
-        return any(_may_part(v) for v in key)
+        return any(_may_differ(v) for v in key)
     return kind is words.Number or isinstance(key, words.Tensor)
 
 
-def _hard(key: Any) -> Any:
+def _concretize_key(key: Any) -> Any:
     """Return the key as a Python number. If lanes have different ones, they diverge."""
-    return key.one() if type(key) is words.Number else key
+    return key.concretize() if type(key) is words.Number else key
 
 
 def contains(item: Any, container: Any) -> Any:
     if thread.loose and (
         type(container) is Varying or type(item) is Varying or is_mixed(container)
     ):
-        return apiece((item, container), lambda: contains(resolved(item), resolved(container)))
+        return run_per_set(
+            (item, container), lambda: contains(resolve_varying(item), resolve_varying(container))
+        )
     if (
         isinstance(item, words.Tensor)
         or type(item) is words.Number
@@ -100,59 +102,59 @@ def contains(item: Any, container: Any) -> Any:
     return item in container
 
 
-def unpacked(value: Any) -> Any:
+def unpack_items(value: Any) -> Any:
     """Return a value that is unpacked to several names as an iterable that all lanes have."""
     if type(value) is Varying or is_mixed(value):
-        items = apiece((value,), lambda: tuple(resolved(value)))
+        items = run_per_set((value,), lambda: tuple(resolve_varying(value)))
         if type(items) is Varying:
             raise Unsplittable("what is unpacked has another length for some examples")
         return items
     return value
 
 
-starred = unpacked
+starred = unpack_items
 
 
 # --- writing
 
 
-def store(value: Any, x: Any, key: Any) -> None:
+def store_item(value: Any, x: Any, key: Any) -> None:
     """Run ``x[key] = value``."""
     if thread.loose and (type(x) is Varying or type(key) is Varying or is_mixed(x)):
-        apiece((x, key), lambda: store(value, resolved(x), resolved(key)))
+        run_per_set((x, key), lambda: store_item(value, resolve_varying(x), resolve_varying(key)))
         return
     if isinstance(x, words.Tensor):
         if thread.loose and type(value) is Varying:
-            apiece((value,), lambda: store(resolved(value), x, key))
+            run_per_set((value,), lambda: store_item(resolve_varying(value), x, key))
             return
         x[key] = value
         return
     own = getattr(type(x), "__setitem__", None)
     if hasattr(own, "__code__"):
-        from forall._divergence.converted_call import call  # which stores items
+        from forall._divergence.converted_call import call_converted  # which stores items
 
-        call(own, x, key, value)
-    elif _may_part(key):
-        changing((x,), lambda: operator.setitem(x, _hard(key), value))
+        call_converted(own, x, key, value)
+    elif _may_differ(key):
+        run_changing((x,), lambda: operator.setitem(x, _concretize_key(key), value))
     else:
         if thread.parted:
-            note(x)
+            log_container(x)
         x[key] = value
 
 
-def delete(x: Any, key: Any) -> None:
+def delete_item(x: Any, key: Any) -> None:
     """Run ``del x[key]``."""
     if thread.loose and (type(x) is Varying or type(key) is Varying or is_mixed(x)):
-        apiece((x, key), lambda: delete(resolved(x), resolved(key)))
-    elif _may_part(key):
-        changing((x,), lambda: operator.delitem(x, _hard(key)))
+        run_per_set((x, key), lambda: delete_item(resolve_varying(x), resolve_varying(key)))
+    elif _may_differ(key):
+        run_changing((x,), lambda: operator.delitem(x, _concretize_key(key)))
     else:
         if thread.parted:
-            note(x)
+            log_container(x)
         del x[key]
 
 
-def changing(owners: Any, run: Callable[[], Any], state: Remembered | None = None) -> Any:
+def run_changing(owners: Any, run: Callable[[], Any], state: PythonSnapshot | None = None) -> Any:
     """Run unconverted code that may change these containers; lanes may diverge inside.
 
     If some lanes alone run it, it must not change anything else in the snapshot ``state``.
@@ -167,26 +169,26 @@ def changing(owners: Any, run: Callable[[], Any], state: Remembered | None = Non
     before = [slot.get(t) for slot in slots]
     ran = False
 
-    def again() -> Any:
+    def run_and_read() -> Any:
         nonlocal ran
         for slot, content in zip(slots, before, strict=True) if ran else ():
-            slot.put(t, content)
+            slot.store_content(t, content)
         check(ran)
         ran = True
         result = run()
         return result, [slot.get(t) for slot in slots]
 
     def check(alone: bool) -> None:
-        if alone and state is not None and state.changed():
+        if alone and state is not None and state.differs_from_now():
             raise Unsplittable("code that is not converted has changed what others see")
 
     def join(parts: Parts) -> Any:
         for n, slot in enumerate(slots):
-            t.met(slot, [(w, written[n]) for w, (_, written) in parts])
+            t.join_slot(slot, [(w, written[n]) for w, (_, written) in parts])
         check(True)
         return merge([(w, result) for w, (result, _) in parts]), None
 
-    result, _ = words.apart(again, join)
+    result, _ = words.apart(run_and_read, join)
     check(t.parted > 0)
     return result
 
@@ -201,12 +203,14 @@ def store_attr(value: Any, x: Any, name: str) -> None:
     setter = found.fset if type(found) is property else None
     own = getattr(kind, "__setattr__", None)
     if setter is not None or (hasattr(own, "__code__") and not hasattr(x, "_parameters")):
-        from forall._divergence.converted_call import call  # which stores attributes
+        from forall._divergence.converted_call import call_converted  # which stores attributes
 
-        call(setter, x, value) if setter is not None else call(own, x, name, value)
+        call_converted(setter, x, value) if setter is not None else call_converted(
+            own, x, name, value
+        )
         return
     if thread.parted:
-        thread.note(Attribute(x, name))
+        thread.note(AttributeSlot(x, name))
     setattr(x, name, value)
 
 
@@ -215,24 +219,26 @@ def delete_attr(x: Any, name: str) -> None:
         x.each(lambda v: delete_attr(v, name))
         return
     if thread.parted:
-        thread.note(Attribute(x, name))
+        thread.note(AttributeSlot(x, name))
     delattr(x, name)
 
 
-def updated(name: str, a: Any, b: Any) -> Any:
+def update_in_place(name: str, a: Any, b: Any) -> Any:
     """Run an in-place operator such as ``a += b``, and return the new ``a``."""
     if thread.loose and (type(a) is Varying or type(b) is Varying or is_mixed(a) or is_mixed(b)):
         if is_mixed(a):
-            apiece((a, b), lambda: getattr(operator, name)(a, resolved(b)))
+            run_per_set((a, b), lambda: getattr(operator, name)(a, resolve_varying(b)))
             return a
-        return apiece((a, b), lambda: updated(name, resolved(a), resolved(b)))
+        return run_per_set(
+            (a, b), lambda: update_in_place(name, resolve_varying(a), resolve_varying(b))
+        )
     return getattr(operator, name)(a, b)
 
 
 # --- items one after another
 
 
-def stepwise(iterable: Any) -> Callable[[], tuple] | None:
+def make_stepper(iterable: Any) -> Callable[[], tuple] | None:
     """Return a stepper through an iterable that differs between lanes; None for any other.
 
     Each call of it returns an answer and a function that gives the next item. The answer is a bool,
@@ -240,12 +246,14 @@ def stepwise(iterable: Any) -> Callable[[], tuple] | None:
     """
     kind = type(iterable)
     if kind is Varying:
-        value = merge(iterable.now())
-        parts = [(words.now(), value)] if type(value) is not Varying else value.now()
-        return _in_step([(w, _begun(w, v)) for w, v in parts], _Unchanged(iterable))
+        value = merge(iterable.running_parts())
+        parts = [(words.now(), value)] if type(value) is not Varying else value.running_parts()
+        return _step_together([(w, _start_iterator(w, v)) for w, v in parts], _Unchanged(iterable))
     if is_mixed(iterable):
-        parts = active(thread.mixed[id(iterable)][1])
-        return _in_step([(w, iter(list(content))) for w, content in parts], _Unchanged(iterable))
+        parts = find_active_contents(thread.mixed[id(iterable)][1])
+        return _step_together(
+            [(w, iter(list(content))) for w, content in parts], _Unchanged(iterable)
+        )
     return None
 
 
@@ -280,7 +288,7 @@ _MEANWHILE = "a list that changes while it is gone through, and is another for s
 def _contents(container: Any) -> list:
     """Return the items of a container: one list, or one for each active set if it is mixed."""
     if is_mixed(container):
-        return [[*content] for _, content in active(thread.mixed[id(container)][1])]
+        return [[*content] for _, content in find_active_contents(thread.mixed[id(container)][1])]
     return [[*container]]
 
 
@@ -315,13 +323,13 @@ def _iterate(values: list, *, backwards: bool) -> Iterator[Any]:
         n += -1 if backwards else 1
 
 
-def _begun(world: Any, iterable: Any) -> Any:
+def _start_iterator(world: Any, iterable: Any) -> Any:
     """Return the iterator of a value that these lanes alone have."""
     with words.running(world):
         return iter(iterable)
 
 
-def _in_step(parts: Parts, unchanged: _Unchanged | None = None) -> Callable[[], tuple]:
+def _step_together(parts: Parts, unchanged: _Unchanged | None = None) -> Callable[[], tuple]:
     """Return a stepper that takes one item from each part's iterator at a time."""
 
     def step() -> tuple:
@@ -329,7 +337,7 @@ def _in_step(parts: Parts, unchanged: _Unchanged | None = None) -> Callable[[], 
         if unchanged is not None:
             unchanged.check()
         on, out = [], []
-        for world, iterator in within(parts, words.now()):
+        for world, iterator in restrict_parts(parts, words.now()):
             with words.running(world):
                 item = next(iterator, END)
             if item is END:
@@ -337,8 +345,8 @@ def _in_step(parts: Parts, unchanged: _Unchanged | None = None) -> Callable[[], 
             else:
                 on.append((world, item, iterator))
         parts = [(w, iterator) for w, _, iterator in on]
-        worlds = either([w for w, _ in parts])
-        answer = (worlds, either(out)) if on and out else bool(on)
+        worlds = unite_sets([w for w, _ in parts])
+        answer = (worlds, unite_sets(out)) if on and out else bool(on)
         return answer, lambda: merge([(w, item) for w, item, _ in on])
 
     return step

@@ -13,20 +13,20 @@ from typing import Any
 
 from forall._compat import exception_safety
 from forall._core.levels import stack
-from forall._divergence.heap import Slot, Split, Unsplittable
+from forall._divergence.heap import HeapSlot, Split, Unsplittable
 from forall._divergence.join import Parts, merge
 from forall._divergence.report import Report
 from forall._divergence.vmap_interface import words
 
 
-class Thread(threading.local):
+class ThreadState(threading.local):
     """The state of one thread."""
 
     def __init__(self) -> None:
         self.top: Region | None = None  # the innermost region that is open
         self.entered: list[Any] = []  # the active sets that were entered and not yet left
         self.parted = 0  # in how many regions lanes have diverged; if 0, writes are not logged
-        self.mixed: dict[int, tuple[Slot, Split]] = {}  # see `heap`
+        self.mixed: dict[int, tuple[HeapSlot, Split]] = {}  # see `heap`
         self.loose = False  # True if a varying value was ever made
         self.report: Report | None = None
         self.failed: Any = None  # the lanes that ran when an error was raised that may be caught
@@ -37,27 +37,27 @@ class Thread(threading.local):
         self.made_of: dict[
             int, list[Any]
         ] = {}  # by the id of a copy: the copy, and the containers that it was made of
-        self.loosened: dict[Any, Slot] = {}  # slots in which varying values were left
+        self.loosened: dict[Any, HeapSlot] = {}  # slots in which varying values were left
 
-    def go(self, world: Any) -> None:
+    def run_only(self, world: Any) -> None:
         """Let only these lanes run from here on."""
         running = words.running(world)
         running.__enter__()
         self.entered.append(running)
         if self.loose:
-            self.show(world)
+            self.restrict_objects(world)
 
-    def show(self, world: Any) -> None:
+    def restrict_objects(self, world: Any) -> None:
         """Restrict the contents of objects to the lanes of this active set, which run now."""
         for slot, split in list(self.mixed.values()):
             self.note(slot)
-            slot.put(self, split.within(world))
+            slot.store_content(self, split.restrict_to(world))
         for slot in self.loosened.values():
             if slot.varies(self):
                 self.note(slot)
                 slot.narrow(self)
 
-    def varying(self) -> list[Any]:
+    def find_varying(self) -> list[Any]:
         """Return the varying contents of all slots, which unconverted code may see."""
         found = [slot.owner for slot, _ in self.mixed.values()]
         for slot in self.loosened.values():
@@ -66,13 +66,13 @@ class Thread(threading.local):
                 found += content.values() if isinstance(content, dict) else [content]
         return found
 
-    def back(self, depth: int) -> None:
+    def leave_sets(self, depth: int) -> None:
         """Leave active sets until ``depth`` of them are entered, so that their lanes run again."""
         entered = self.entered
         while len(entered) > depth:
             entered.pop().__exit__(None, None, None)
 
-    def note(self, slot: Slot) -> None:
+    def note(self, slot: HeapSlot) -> None:
         """Log the content of a slot before it changes."""
         top = self.top
         if top is not None:
@@ -81,30 +81,30 @@ class Thread(threading.local):
             if slot.key not in top.heap:
                 top.heap[slot.key] = (slot, slot.get(self))
 
-    def met(self, slot: Slot, parts: Parts) -> None:
+    def join_slot(self, slot: HeapSlot, parts: Parts) -> None:
         """Join the contents of a slot for the lanes that reconverge."""
-        slot.meet(self, parts)
+        slot.join_contents(self, parts)
         if self.loose and slot.varies(self):
             self.loosened[slot.key] = slot
 
-    def saw(self, construct: str, sizes: tuple[int, ...], frames: int = 2) -> None:
+    def report_divergence(self, construct: str, sizes: tuple[int, ...], frames: int = 2) -> None:
         """Add a divergence to the report, at the line ``frames`` frames further out."""
         if self.report is not None:
             frame = sys._getframe(frames)
-            self.report.parted(construct, sizes, frame.f_code.co_filename, frame.f_lineno)
+            self.report.note_divergence(construct, sizes, frame.f_code.co_filename, frame.f_lineno)
 
 
-thread = Thread()
+thread = ThreadState()
 
 
-def _begin_anew(_left: list, _level: int) -> None:
+def _reset_thread(_left: list, _level: int) -> None:
     """Reset the thread after an exception between two instructions ended the outermost call."""
     report = thread.report
     thread.__init__()
     thread.report = report
 
 
-exception_safety.PUT_BACK.append(_begin_anew)
+exception_safety.PUT_BACK.append(_reset_thread)
 
 
 class Region:
@@ -112,14 +112,14 @@ class Region:
 
     __slots__ = ("depth", "heap", "t", "up")
 
-    def __init__(self, t: Thread) -> None:
+    def __init__(self, t: ThreadState) -> None:
         self.t = t
         self.up = t.top
-        self.heap: dict[Any, tuple[Slot, Any]] | None = None
+        self.heap: dict[Any, tuple[HeapSlot, Any]] | None = None
         self.depth = len(t.entered)
         t.top = self
 
-    def captured(self) -> dict[Any, Any]:
+    def capture_writes(self) -> dict[Any, Any]:
         """Return the writes since the region began of the lanes that leave it now."""
         t, node, found = self.t, self.t.top, {}
         while node is not None:
@@ -134,17 +134,17 @@ class Region:
     def reset(self) -> None:
         """Restore the contents from before the region, for the next lanes."""
         for slot, old in (self.heap or {}).values():
-            slot.put(self.t, old)
+            slot.store_content(self.t, old)
 
     def undo(self) -> None:
         """Restore everything after an error, since a caller may catch it and go on."""
-        self.t.back(self.depth)
+        self.t.leave_sets(self.depth)
         self.reset()
 
-    def meet(self, parts: list[tuple[Any, dict[Any, Any]]]) -> None:
+    def join_writes(self, parts: list[tuple[Any, dict[Any, Any]]]) -> None:
         """Join the writes of the lanes that reconverge."""
         for key, (slot, old) in (self.heap or {}).items():
-            self.t.met(slot, [(w, written.get(key, old)) for w, written in parts])
+            self.t.join_slot(slot, [(w, written.get(key, old)) for w, written in parts])
 
     def close(self) -> None:
         """Close the region, and pass its log of writes to the region around it.
@@ -156,22 +156,22 @@ class Region:
             if up.heap is None:
                 up.heap = {}
             for key, noted in self.heap.items():
-                if noted[0].is_known_elsewhere():
+                if noted[0].has_other_references():
                     up.heap.setdefault(key, noted)
 
 
-def close_down_to(t: Thread, top: Region | None) -> None:
+def close_down_to(t: ThreadState, top: Region | None) -> None:
     """Close the regions that a return has left open."""
     while t.top is not top and t.top is not None:
         t.top.close()
 
 
-def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
+def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
     """Call ``run`` on each value for the lanes that have it, and join the results."""
     t = thread
     if len(parts) == 1:
         if t.loose:
-            t.show(words.now())
+            t.restrict_objects(words.now())
         return run(parts[0][1])
     region, depth, before = Region(t), len(t.entered), t.parted
     results: Parts = []
@@ -183,23 +183,23 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
                 stack.late()
             if n:
                 region.reset()
-            t.go(world)
+            t.run_only(world)
             results.append((world, run(value)))
-            written.append((world, region.captured()))
-            t.back(depth)
-        region.meet(written)
+            written.append((world, region.capture_writes()))
+            t.leave_sets(depth)
+        region.join_writes(written)
     except Exception:
         t.failed = t.failed or words.now()
         region.undo()
         raise
     finally:
-        t.back(depth)
+        t.leave_sets(depth)
         t.parted = before
         close_down_to(t, region.up)
     return merge(results)
 
 
-class converted_run:
+class ConvertedRun:
     """Context in which a function runs converted. Its exit restores the state of the thread."""
 
     __slots__ = ("strict", "t", "was")
@@ -227,17 +227,17 @@ class converted_run:
                 t.made_of.clear()
             if kind is not None or not t.runs:
                 words.changed()  # the aliases to be updated are gone
-            t.back(depth)
+            t.leave_sets(depth)
             t.top, t.parted, t.loosened = top, parted, loosened
             if self.strict or kind is not None:
                 t.mixed.clear()
                 for slot, split in mixed.values():
-                    slot.put(t, split)
+                    slot.store_content(t, split)
                 t.loose = loose
 
 
-def refuse_to_leave(t: Thread, left: list[Slot]) -> None:
+def refuse_to_leave(t: ThreadState, left: list[HeapSlot]) -> None:
     """Raise if an object that outlives the run holds a varying value."""
     for slot in left:
-        if slot.varies(t) and slot.is_known_elsewhere():
+        if slot.varies(t) and slot.has_other_references():
             raise Unsplittable("an object that outlives the call holds what varies")

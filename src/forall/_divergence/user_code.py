@@ -32,32 +32,32 @@ _NEVER = frozenset(
 USERS, OTHERS, NEVER = "the user's", "another library's", "never converted"
 
 
-def is_library(code: CodeType) -> bool:
+def is_library_code(code: CodeType) -> bool:
     """True if a function is to run unconverted."""
-    kind = whose(code)
+    kind = find_owner(code)
     return kind is NEVER or (kind is OTHERS and not thread.deeply)
 
 
-def whose(code: CodeType) -> str:
+def find_owner(code: CodeType) -> str:
     """Return the owner of a function: USERS, OTHERS (converted if needed) or NEVER."""
-    return _whose(code.co_filename, code.co_name)
+    return _find_owner(code.co_filename, code.co_name)
 
 
 @functools.cache
-def _whose(filename: str, name: str) -> str:
+def _find_owner(filename: str, name: str) -> str:
     if filename.startswith("<frozen"):
         return NEVER
     if any(name == known and filename.endswith(ending) for ending, known in _HANDS_ON):
         return USERS
-    for home in _installed():
+    for home in _find_site_folders():
         if filename.startswith(home):
             package = filename.removeprefix(home).replace("\\", "/").lstrip("/").partition("/")[0]
             return NEVER if package in _NEVER else OTHERS
-    return NEVER if filename.startswith(_libraries()) else USERS
+    return NEVER if filename.startswith(_find_stdlib_folders()) else USERS
 
 
 @functools.cache
-def _libraries() -> tuple[str, ...]:
+def _find_stdlib_folders() -> tuple[str, ...]:
     import sysconfig  # four milliseconds of `import forall`
 
     found = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
@@ -65,14 +65,14 @@ def _libraries() -> tuple[str, ...]:
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
+def _find_site_folders() -> tuple[str, ...]:
     import sysconfig
 
     return (*{sysconfig.get_path(name) for name in ("purelib", "platlib")},)
 
 
 @contextmanager
-def deeply(on: bool) -> Iterator[None]:
+def convert_libraries(on: bool) -> Iterator[None]:
     """Context in which code of other libraries is converted if ``on`` is True.
 
     `thread.met_others` says afterwards if any such code was called.

@@ -15,11 +15,11 @@ from forall._divergence.heap import Mixed, Unsplittable, slot_of
 from forall._divergence.join import (
     Parts,
     merge,
-    settled,
-    within,
+    restrict_parts,
+    unify_varying,
 )
-from forall._divergence.thread_state import each_world, thread
-from forall._divergence.vmap_interface import either, words
+from forall._divergence.thread_state import run_each_set, thread
+from forall._divergence.vmap_interface import unite_sets, words
 
 
 class Varying:
@@ -32,11 +32,11 @@ class Varying:
         self.parts = parts
         thread.loose = True
 
-    def now(self) -> Parts:
+    def running_parts(self) -> Parts:
         """Return the parts for the running lanes; raise if some of them have no value."""
         world = words.now()
-        parts = within(self.parts, world)
-        covered = either([w for w, _ in parts])
+        parts = restrict_parts(self.parts, world)
+        covered = unite_sets([w for w, _ in parts])
         if covered is None or world - covered is not None:
             raise UnboundLocalError(
                 "a variable was read for examples that have not assigned it: it has a value for "
@@ -46,12 +46,12 @@ class Varying:
 
     def each(self, run: Callable[[Any], Any]) -> Any:
         """Call ``run`` on each value for the lanes that have it, and join the results."""
-        parts = self.now()
+        parts = self.running_parts()
         if len(parts) > 1:
             value = merge(parts)
             if type(value) is not Varying:
                 return run(value)
-        return each_world(parts, run)
+        return run_each_set(parts, run)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__torch_function__":  # torch asks tensors' methods whether they act
@@ -71,21 +71,23 @@ class Varying:
         return iter(whole)
 
     def __bool__(self) -> bool:
-        found = {bool(value) for _, value in self.now()}
+        found = {bool(value) for _, value in self.running_parts()}
         if len(found) > 1:
             raise Unsplittable("what varies was tested by code that is not converted")
         return found.pop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from forall._divergence.converted_call import call  # which knows this class
+        from forall._divergence.converted_call import call_converted  # which knows this class
 
-        return self.each(lambda value: call(value, *args, **kwargs))
+        return self.each(lambda value: call_converted(value, *args, **kwargs))
 
     def __contains__(self, item: Any) -> bool:
         return bool(self.each(lambda value: item in value))
 
     def __format__(self, spec: str) -> str:
-        return " | ".join(format(value, spec) for _, value in within(self.parts, words.now()))
+        return " | ".join(
+            format(value, spec) for _, value in restrict_parts(self.parts, words.now())
+        )
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{value!r} for {w.size}" for w, value in self.parts)
@@ -95,7 +97,7 @@ class Varying:
         return id(self)
 
 
-def _forward(name: str, run: Callable) -> Callable:
+def _make_forward(name: str, run: Callable) -> Callable:
     def method(self: Varying, *others: Any) -> Any:
         return self.each(lambda value: run(value, *others))
 
@@ -103,7 +105,7 @@ def _forward(name: str, run: Callable) -> Callable:
     return method
 
 
-def _reflected(name: str, run: Callable) -> Callable:
+def _make_reflected(name: str, run: Callable) -> Callable:
     def method(self: Varying, other: Any) -> Any:
         return self.each(lambda value: run(other, value))
 
@@ -128,20 +130,20 @@ _BINARY = [
 ]
 for _name in _BINARY:
     _run = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
-    setattr(Varying, f"__{_name}__", _forward(f"__{_name}__", _run))
-    setattr(Varying, f"__r{_name}__", _reflected(f"__r{_name}__", _run))
+    setattr(Varying, f"__{_name}__", _make_forward(f"__{_name}__", _run))
+    setattr(Varying, f"__r{_name}__", _make_reflected(f"__r{_name}__", _run))
 for _name in ["lt", "le", "eq", "ne", "gt", "ge", "getitem", "neg", "pos", "abs", "invert"]:
-    setattr(Varying, f"__{_name}__", _forward(f"__{_name}__", getattr(operator, _name)))
+    setattr(Varying, f"__{_name}__", _make_forward(f"__{_name}__", getattr(operator, _name)))
 
 
-def resolved(value: Any) -> Any:
+def resolve_varying(value: Any) -> Any:
     """Return the value of a `Varying` for the running lanes, for code that does not know it."""
     if type(value) is Varying:
-        return merge(value.now())
+        return merge(value.running_parts())
     return value
 
 
-def varies(value: Any, deep: int = 2) -> bool:
+def has_varying(value: Any, deep: int = 2) -> bool:
     """True if a value is varying, or contains a varying one at most ``deep`` containers deep."""
     kind = type(value)
     if kind is Varying or kind is Mixed:
@@ -151,9 +153,9 @@ def varies(value: Any, deep: int = 2) -> bool:
     if not deep:
         return False
     if kind is list or _is_tuple(kind):
-        return any(varies(v, deep - 1) for v in value)
+        return any(has_varying(v, deep - 1) for v in value)
     if kind is dict:
-        return any(varies(v, deep - 1) for v in value.values())
+        return any(has_varying(v, deep - 1) for v in value.values())
     return False
 
 
@@ -162,19 +164,19 @@ def _is_tuple(kind: type) -> bool:
     return kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
-def worlds_of(values: Any, deep: int = 2) -> list[Any]:
+def find_uniform_sets(values: Any, deep: int = 2) -> list[Any]:
     """Return the coarsest active sets within each of which none of these values varies."""
     worlds = [words.now()]
     for value in values:
-        for parts in _partings(value, deep):
-            worlds = [piece for world in worlds for piece in _pieces(world, parts)]
+        for parts in _find_divergences(value, deep):
+            worlds = [piece for world in worlds for piece in _split_set(world, parts)]
     return worlds
 
 
-def _pieces(world: Any, parts: Parts) -> Iterator[Any]:
+def _split_set(world: Any, parts: Parts) -> Iterator[Any]:
     """Split an active set by the lanes of these parts."""
     rest = world
-    for w, _ in within(parts, world):
+    for w, _ in restrict_parts(parts, world):
         yield w
         rest = rest - w
         if rest is None:
@@ -182,56 +184,65 @@ def _pieces(world: Any, parts: Parts) -> Iterator[Any]:
     yield rest
 
 
-def _partings(value: Any, deep: int) -> Iterator[Parts]:
+def _find_divergences(value: Any, deep: int) -> Iterator[Parts]:
     kind = type(value)
     if kind is Varying:
-        now = within(value.parts, words.now())  # lanes without a value make a set of their own
+        now = restrict_parts(
+            value.parts, words.now()
+        )  # lanes without a value make a set of their own
         if not now or type(merge(now)) is Varying:
             yield now
         for _, v in now:
-            yield from _partings(v, deep)
+            yield from _find_divergences(v, deep)
         return
     if kind is Mixed:
         value.refuse()
     mixed = thread.mixed.get(id(value))
     if mixed is not None:
-        yield within(mixed[1].parts, words.now())
+        yield restrict_parts(mixed[1].parts, words.now())
     elif deep:
-        yield from _inside(value, deep)
+        yield from _find_divergences_in(value, deep)
 
 
-def _inside(value: Any, deep: int) -> Iterator[Parts]:
+def _find_divergences_in(value: Any, deep: int) -> Iterator[Parts]:
     kind = type(value)
     if kind is list or _is_tuple(kind):
         for v in value:
-            yield from _partings(v, deep - 1)
+            yield from _find_divergences(v, deep - 1)
     elif kind is dict:
         for v in value.values():
-            yield from _partings(v, deep - 1)
+            yield from _find_divergences(v, deep - 1)
 
 
-def plain(value: Any, deep: int = 2) -> Any:
+def resolve_deep(value: Any, deep: int = 2) -> Any:
     """Return the value for the running lanes, with varying items in it resolved in place."""
     kind = type(value)
     if kind is Varying:
-        value = resolved(value)
+        value = resolve_varying(value)
         if type(value) is Varying:
             raise Unsplittable(
                 "what varies, deep inside what is given to code that is not converted"
             )
-        return plain(value, deep)
-    if deep and varies(value, deep):
+        return resolve_deep(value, deep)
+    if deep and has_varying(value, deep):
         if _is_tuple(kind):
-            items = (plain(v, deep - 1) for v in value)
+            items = (resolve_deep(v, deep - 1) for v in value)
             return tuple(items) if kind is tuple else value._make(items)
         if thread.parted:
             thread.note(slot_of(value))
         if kind is list:
-            value[:] = [plain(v, deep - 1) for v in value]
+            value[:] = [resolve_deep(v, deep - 1) for v in value]
         elif kind is dict:
-            value.update({k: plain(v, deep - 1) for k, v in value.items()})
+            value.update({k: resolve_deep(v, deep - 1) for k, v in value.items()})
     return value
 
 
 join._make_varying = Varying
-__all__ = ["Varying", "plain", "resolved", "settled", "varies", "worlds_of"]
+__all__ = [
+    "Varying",
+    "resolve_deep",
+    "resolve_varying",
+    "unify_varying",
+    "has_varying",
+    "find_uniform_sets",
+]

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._divergence.batched_scalar import Number, number, told
-from forall._vmap.mutation.view_copies import settle
+from forall._divergence.batched_scalar import BatchedScalar, make_number, read_scalar
+from forall._vmap.mutation.view_copies import sync_aliases
 from forall._vmap.registry import CALLS
 from forall._vmap.rules.api_overrides import (
     count_consumed_dims,
-    differs,
+    expand_ellipsis,
     fit_value,
     gather_range,
-    spell_out,
+    is_mapped_number,
 )
 
 if TYPE_CHECKING:
@@ -40,24 +40,22 @@ class _Range(NamedTuple):
     step: int | None
 
 
-def _is_each_examples(bound: Any) -> bool:
-    return type(bound) is Number or differs(bound)
+def _is_per_example(bound: Any) -> bool:
+    return type(bound) is BatchedScalar or is_mapped_number(bound)
 
 
-def _differs(entry: Any) -> bool:
+def _has_differing_bound(entry: Any) -> bool:
     """Return True if an entry of an index is a slice with a bound of each example."""
-    return type(entry) is slice and any(
-        map(_is_each_examples, (entry.start, entry.stop, entry.step))
-    )
+    return type(entry) is slice and any(map(_is_per_example, (entry.start, entry.stop, entry.step)))
 
 
-def _ranges(x: Tensor, entries: list) -> dict[int, _Range] | None:
+def _find_ranges(x: Tensor, entries: list) -> dict[int, _Range] | None:
     """Return the slices that differ, by their places among the entries; None for odd bounds."""
     found, dim = {}, 0
     for n, entry in enumerate(entries):
-        if _differs(entry):
-            start = _within(entry.start, x.shape[dim], 0)
-            stop = _within(entry.stop, x.shape[dim], x.shape[dim])
+        if _has_differing_bound(entry):
+            start = _clamp_bound(entry.start, x.shape[dim], 0)
+            stop = _clamp_bound(entry.stop, x.shape[dim], x.shape[dim])
             step = entry.step
             if start is None or stop is None or not (step is None or type(step) is int):
                 return None
@@ -66,21 +64,21 @@ def _ranges(x: Tensor, entries: list) -> dict[int, _Range] | None:
     return found
 
 
-def _within(bound: Any, size: int, default: int) -> Any:
+def _clamp_bound(bound: Any, size: int, default: int) -> Any:
     """Return a bound as an index in [0, size]; None if torch has to raise the error for it."""
     if bound is None:
         return default
-    if differs(bound) and not (bound.is_floating_point() or bound.is_complex()):
-        bound = number(bound.detach())
+    if is_mapped_number(bound) and not (bound.is_floating_point() or bound.is_complex()):
+        bound = read_scalar(bound.detach())
     if type(bound) is int:
         return min(max(bound + size if bound < 0 else bound, 0), size)
-    if type(bound) is not Number or bound.kind is not int:
+    if type(bound) is not BatchedScalar or bound.kind is not int:
         return None
     low, high = bound.bounds
     if low >= 0 and high <= size:
         return bound
     place = bound.tensor
-    return told(torch.where(place < 0, place + size, place).clamp(0, size))
+    return make_number(torch.where(place < 0, place + size, place).clamp(0, size))
 
 
 def _pick(read: Callable, x: Tensor, entries: list, ranges: dict[int, _Range]) -> Tensor | None:
@@ -104,24 +102,24 @@ def _pick(read: Callable, x: Tensor, entries: list, ranges: dict[int, _Range]) -
     return x[tuple(rest)] if found is NotImplemented else found
 
 
-def _reading(before: Callable) -> Callable:
+def _make_get_item(before: Callable) -> Callable:
     def get_item(x: Tensor, index: Any) -> Any:
         if not _has_ranges(index):
             return before(x, index)
-        entries = spell_out(x, index)
-        ranges = _ranges(x, entries)
+        entries = expand_ellipsis(x, index)
+        ranges = _find_ranges(x, entries)
         found = None if ranges is None else _pick(before, x, entries, ranges)
         return before(x, index) if found is None else found
 
     return get_item
 
 
-def _writing(before: Callable, read: Callable) -> Callable:
+def _make_set_item(before: Callable, read: Callable) -> Callable:
     def set_item(x: Tensor, index: Any, value: Any) -> Any:
         if not _has_ranges(index):
             return before(x, index, value)
-        entries = spell_out(x, index)
-        ranges = _ranges(x, entries)
+        entries = expand_ellipsis(x, index)
+        ranges = _find_ranges(x, entries)
         if ranges is None:
             return before(x, index, value)
         if _is_one_value(value) and _is_basic(entries):
@@ -131,14 +129,18 @@ def _writing(before: Callable, read: Callable) -> Callable:
         if found is None or not _is_basic(entries):
             return before(x, index, value)
         found.copy_(fit_value(value, found, found.dim()))
-        settle()  # while the gathered copy is alive
+        sync_aliases()  # while the gathered copy is alive
         return x
 
     return set_item
 
 
 def _has_ranges(index: Any) -> bool:
-    return any(map(_differs, index)) if type(index) is tuple else _differs(index)
+    return (
+        any(map(_has_differing_bound, index))
+        if type(index) is tuple
+        else _has_differing_bound(index)
+    )
 
 
 def _is_one_value(value: Any) -> bool:
@@ -156,21 +158,21 @@ def _fill(x: Tensor, entries: list, ranges: dict[int, _Range], value: Any) -> No
     mask, dim = None, 0
     for n, entry in enumerate(entries):
         if n in ranges:
-            inside = _inside(ranges[n], x).reshape(-1, *(1,) * (view.dim() - dim - 1))
+            inside = _mask_range(ranges[n], x).reshape(-1, *(1,) * (view.dim() - dim - 1))
             mask = inside if mask is None else mask & inside
         dim += type(entry) is not int
     view.masked_fill_(mask, fit_value(value, view, 0))
 
 
-def _inside(found: _Range, x: Tensor) -> Tensor:
+def _mask_range(found: _Range, x: Tensor) -> Tensor:
     """Return a mask of the indices of a dim that are in a range."""
     place = torch.arange(x.shape[found.dim], device=x.device)
-    start, stop = (b.tensor if type(b) is Number else b for b in (found.start, found.stop))
+    start, stop = (b.tensor if type(b) is BatchedScalar else b for b in (found.start, found.stop))
     inside = (place >= start) & (place < stop)
     step = found.step or 1
     return inside if step == 1 else inside & ((place - start) % step == 0)
 
 
 _read = CALLS[Tensor.__getitem__]
-CALLS[Tensor.__getitem__] = _reading(_read)
-CALLS[Tensor.__setitem__] = _writing(CALLS[Tensor.__setitem__], _read)
+CALLS[Tensor.__getitem__] = _make_get_item(_read)
+CALLS[Tensor.__setitem__] = _make_set_item(CALLS[Tensor.__setitem__], _read)

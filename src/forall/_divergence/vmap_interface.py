@@ -12,9 +12,9 @@ from typing import Any
 words: Any = SimpleNamespace()
 """The functions and classes of the interface to vmap.
 
-- ``now``, ``asked``, ``running``, ``joined``, ``Undefined``: as in `worlds`.
+- ``now``, ``asked``, ``running``, ``joined``, ``UndefinedForExamples``: as in `worlds`.
 - ``apart``: as in `rerun`.
-- ``Tensor``: the class of tensors. ``Number``: the class of per-example Python numbers.
+- ``Tensor``: the class of tensors. ``BatchedScalar``: the class of per-example Python numbers.
 - ``mean``: calls a torch function on such numbers.
 - ``again``: like ``asked``, for a further operand of the same test.
 - ``told``: `joined` for Python numbers, or None.
@@ -29,7 +29,7 @@ For `aliases`:
 """
 
 
-def use(
+def install_interface(
     *,
     now: Callable,
     asked: Callable,
@@ -56,13 +56,13 @@ def use(
     words.changed, words.put = changed, put
 
 
-def both(a: Any, b: Any) -> Any:
+def intersect_sets(a: Any, b: Any) -> Any:
     """Return the intersection of two active sets; None if it is empty."""
     return a if a is b else a & b
 
 
-def either(worlds: list) -> Any:
+def unite_sets(worlds: list) -> Any:
     """Return the union of disjoint active sets; None if the list is empty."""
     if len(worlds) < 2:
         return worlds[0] if worlds else None
-    return worlds[0].united(worlds[1:])
+    return worlds[0].unite_all(worlds[1:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._compat.op_schema import writes
+from forall._compat.op_schema import find_written_args
 from forall._compat.value_errors import may_raise
 
 if TYPE_CHECKING:
@@ -39,22 +39,22 @@ class Layout(NamedTuple):
     neg: bool  # yet to be negated
 
     @classmethod
-    def of(cls, t: torch.Tensor) -> Layout:
+    def from_tensor(cls, t: torch.Tensor) -> Layout:
         where = tuple(t.shape), t.stride(), t.storage_offset()
         return cls(*where, t.dtype, t.device, t.is_conj(), t.is_neg())
 
     @property
     def is_dense(self) -> bool:
         """True if the tensor is contiguous."""
-        return self.strides == dense_strides(self.shape)
+        return self.strides == make_contiguous_strides(self.shape)
 
     @property
-    def room(self) -> int:
+    def storage_entries(self) -> int:
         """The number of entries in memory; an expanded dim counts once."""
         return prod(n for n, step in zip(self.shape, self.strides, strict=True) if step or not n)
 
 
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def make_contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
@@ -68,7 +68,7 @@ class Value(NamedTuple):
 
 
 @dataclass(slots=True)
-class Node:
+class OpNode:
     """One operator. ``outs`` has the numbers of the results, nested as the operator returns them.
 
     None stands for a result that is no tensor.
@@ -80,34 +80,34 @@ class Node:
     outs: Any
 
     def reads(self) -> Iterator[int]:
-        yield from refs((self.args, self.kwargs))
+        yield from find_refs((self.args, self.kwargs))
 
     def makes(self) -> Iterator[int]:
-        yield from _numbers(self.outs)
+        yield from _flatten_outs(self.outs)
 
     def writes(self) -> list[int]:
         """The values that the operator writes into."""
         found = []
-        for place in writes(self.op, self.args):
+        for place in find_written_args(self.op, self.args):
             if isinstance(place, int):
                 a = self.args[place] if place < len(self.args) else None
             else:
                 a = self.kwargs.get(place)
-            found += refs(a)
+            found += find_refs(a)
         return found
 
-    def replaced(self, other: dict[int, int]) -> None:
+    def replace_inputs(self, other: dict[int, int]) -> None:
         """Replace values among the arguments: ``other`` maps old numbers to new ones."""
         if not other or other.keys().isdisjoint(self.reads()):
             return
         self.args, self.kwargs = (
-            with_refs(a, lambda r: Ref(other.get(r.n, r.n))) for a in (self.args, self.kwargs)
+            map_refs(a, lambda r: Ref(other.get(r.n, r.n))) for a in (self.args, self.kwargs)
         )
 
 
 @dataclass(slots=True)
-class Piece(Node):
-    """A subgraph: several operators as one function, which writes into the values ``written``."""
+class FusedNode(OpNode):
+    """A subgraph: several operators as one function, which writes into the values ``find_written_roots``."""
 
     written: list[int]
 
@@ -127,60 +127,60 @@ class Program:
     inputs: list[int]
     captured: dict[int, torch.Tensor]
     constants: dict[int, torch.Tensor]
-    nodes: list[Node]
+    nodes: list[OpNode]
     outputs: list[int]
     # The functions that call operators, by the id of the node, as far as they were chosen.
-    calls: dict[int, tuple[Node, Callable]] = field(default_factory=dict)
+    calls: dict[int, tuple[OpNode, Callable]] = field(default_factory=dict)
 
-    def changing(self, nodes: Sequence[Node], results: Sequence[int]) -> set[int]:
+    def find_changing_constants(self, nodes: Sequence[OpNode], results: Sequence[int]) -> set[int]:
         """The constants that are written into after all: by ``nodes``, or by who gets results."""
         roots = [v.root for v in self.values]
         written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
         return {n for n in self.constants if roots[n] in written}
 
-    def may_raise(self, node: Node) -> bool:
+    def may_raise(self, node: OpNode) -> bool:
         """True if an operator may raise for other data, see NOTE [errors of numbers]."""
         if node.outs is None and not node.writes():
             return True  # without a result and a write, it is there to raise
-        return may_raise(node.op, node.args, node.kwargs, self._dtypes)
+        return may_raise(node.op, node.args, node.kwargs, self._read_dtypes)
 
-    def is_on_cpu(self, node: Node) -> bool:
+    def is_on_cpu(self, node: OpNode) -> bool:
         """True if an operator reads a tensor on the CPU."""
         return any(self.values[n].layout.device.type == "cpu" for n in node.reads())
 
-    def _dtypes(self, a: Any) -> Iterator[torch.dtype]:
-        return (self.values[n].layout.dtype for n in refs(a))
+    def _read_dtypes(self, a: Any) -> Iterator[torch.dtype]:
+        return (self.values[n].layout.dtype for n in find_refs(a))
 
-    def written(self) -> set[int]:
+    def find_written_roots(self) -> set[int]:
         """The roots of all memory that an operator writes into."""
         return {self.values[n].root for node in self.nodes for n in node.writes()}
 
 
-def refs(a: Any) -> Iterator[int]:
+def find_refs(a: Any) -> Iterator[int]:
     """The numbers of the values in a tree of arguments."""
     if type(a) is Ref:
         yield a.n
     elif isinstance(a, (tuple, list)):
         for b in a:
-            yield from refs(b)
+            yield from find_refs(b)
     elif isinstance(a, dict):
-        yield from refs([*a.values()])
+        yield from find_refs([*a.values()])
 
 
-def with_refs(a: Any, f: Callable[[Ref], Any]) -> Any:
+def map_refs(a: Any, f: Callable[[Ref], Any]) -> Any:
     """Return a tree of arguments with ``f`` of each reference in its place."""
     if type(a) is Ref:
         return f(a)
     if type(a) is tuple or type(a) is list:
-        return type(a)([with_refs(b, f) for b in a])
+        return type(a)([map_refs(b, f) for b in a])
     if type(a) is dict:
-        return {k: with_refs(b, f) for k, b in a.items()}
+        return {k: map_refs(b, f) for k, b in a.items()}
     return a
 
 
-def _numbers(outs: Any) -> Iterator[int]:
+def _flatten_outs(outs: Any) -> Iterator[int]:
     if isinstance(outs, int):
         yield outs
     elif isinstance(outs, (tuple, list)):
         for o in outs:
-            yield from _numbers(o)
+            yield from _flatten_outs(o)

@@ -30,14 +30,17 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ALLOWED = 32  # attempts that have not paid, before they become rare
-WORTH = 32  # replayed calls that make up for one attempt
-WINDOW = 64  # calls in a row that are looked at in vain
-LONGEST = 1024  # calls in a row that are not looked at
-CALLS, SLACK = 3.0, 0.05  # a traced call may take so many eager calls and so many seconds more
-EACH = 32  # steps of whatever kind after which the clock is asked
-_SHARE = 0.96  # the share of the budget after which tracing stops: to stop takes time too
-_UNRECORDED = 1.3  # the slowdown of eager code under a tracer that has stopped recording
+FREE_ATTEMPTS = 32  # attempts that have not paid, before they become rare
+REPLAYS_PER_ATTEMPT = 32  # replayed calls that make up for one attempt
+LOOKS_BEFORE_PAUSE = 64  # calls in a row that are looked at in vain
+LONGEST_PAUSE = 1024  # calls in a row that are not looked at
+EAGER_CALLS_ALLOWED, SECONDS_ALLOWED = (
+    3.0,
+    0.05,
+)  # a traced call may take so many eager calls and so many seconds more
+STEPS_PER_CLOCK_READ = 32  # steps of whatever kind after which the clock is asked
+_SHARE_OF_BUDGET = 0.96  # the share of the budget after which tracing stops: to stop takes time too
+_SLOWDOWN_UNRECORDED = 1.3  # the slowdown of eager code under a tracer that has stopped recording
 TOO_LONG = "to record it takes too long next to a call"
 
 clock = time.thread_time
@@ -52,13 +55,13 @@ class Deadline(NamedTuple):
     operators: int = 0  # that the call runs, if that is known
 
     @classmethod
-    def of(cls, seconds: float, operators: int = 0, spent: float = 0.0) -> Deadline:
+    def make_for_call(cls, seconds: float, operators: int = 0, spent: float = 0.0) -> Deadline:
         """The deadline of a call that begins now and takes ``seconds`` if it runs eagerly.
 
         ``spent`` are the seconds that calls with its key have taken since one was recorded.
         """
-        start, most = clock(), CALLS * seconds + max(SLACK, spent)
-        late = start + _SHARE * most
+        start, most = clock(), EAGER_CALLS_ALLOWED * seconds + max(SECONDS_ALLOWED, spent)
+        late = start + _SHARE_OF_BUDGET * most
         return cls(late - seconds, late, seconds, operators)
 
     def is_over(self, operators: int) -> bool:
@@ -69,13 +72,13 @@ class Deadline(NamedTuple):
         if not self.operators:
             return clock() > self.call
         left = max(0.0, 1 - operators / self.operators)
-        return clock() + _UNRECORDED * left * self.seconds > self.work
+        return clock() + _SLOWDOWN_UNRECORDED * left * self.seconds > self.work
 
 
-NEVER = Deadline(inf, inf)
+NO_DEADLINE = Deadline(inf, inf)
 
 
-class Attempts:
+class AttemptBudget:
     """Counts of the attempts to trace calls of one function, and of the replays that pay them."""
 
     __slots__ = (
@@ -93,15 +96,15 @@ class Attempts:
     def __init__(self) -> None:
         self.looks = 0  # calls whose cache key was computed
         self.rest = 0  # calls that will pass without a look
-        self._rest = WINDOW  # the length of the next such pause
+        self._rest = LOOKS_BEFORE_PAUSE  # the length of the next such pause
         self._vain = 0  # looks in a row that led to no replay
         self._seen = 0  # replayed calls when the first of these looks was made
         self._debt = 0  # replayed calls that are yet to pay for attempts
         self._paid = 0  # replayed calls that have paid
         self._put_off = 0  # attempts in a row that were not made
-        self._patience = WINDOW  # attempts to put off before the next one is made
+        self._patience = LOOKS_BEFORE_PAUSE  # attempts to put off before the next one is made
 
-    def passes(self, hits: int) -> bool:
+    def skips_call(self, hits: int) -> bool:
         """True if a call passes without a look; ``hits`` calls were replayed so far."""
         if not self.rest:
             return False
@@ -111,41 +114,41 @@ class Attempts:
         self.rest -= 1
         return True
 
-    def missed(self, hits: int) -> None:
+    def count_miss(self, hits: int) -> None:
         """Count a call that was looked at and not replayed."""
         if hits != self._seen:
-            self._seen, self._vain, self._rest = hits, 0, WINDOW
+            self._seen, self._vain, self._rest = hits, 0, LOOKS_BEFORE_PAUSE
         self._vain += 1
-        if self._vain >= WINDOW:
+        if self._vain >= LOOKS_BEFORE_PAUSE:
             self._vain, self.rest = 0, self._rest
-            self._rest = min(2 * self._rest, LONGEST)
+            self._rest = min(2 * self._rest, LONGEST_PAUSE)
 
-    def may_begin(self, hits: int) -> bool:
+    def may_attempt(self, hits: int) -> bool:
         """True if the budget allows one more attempt, which is counted as made."""
         self._debt = max(0, self._debt - (hits - self._paid))
         self._paid = hits
-        if self.are_used_up():
+        if self.is_spent():
             self._put_off += 1
             if self._put_off < self._patience:
                 return False
             self._put_off, self._patience = 0, 2 * self._patience
             return True
-        self._debt += WORTH
+        self._debt += REPLAYS_PER_ATTEMPT
         return True
 
-    def are_used_up(self) -> bool:
+    def is_spent(self) -> bool:
         """True if too many attempts were not paid for by replayed calls."""
-        return self._debt > (ALLOWED - 1) * WORTH
+        return self._debt > (FREE_ATTEMPTS - 1) * REPLAYS_PER_ATTEMPT
 
 
-class _Frozen:
+class _FrozenObjects:
     """A record of whether somebody else has frozen objects by `gc.freeze`."""
 
     is_users = False  # True as soon as frozen objects were found
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def disable_gc() -> Iterator[None]:
     """Disable garbage collection inside the context; at the end collect the youngest objects alone.
 
     A program is thousands of small objects, of which few outlive the recording. They would make
@@ -163,8 +166,8 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         gc.collect(0)
-        _Frozen.is_users = _Frozen.is_users or gc.get_freeze_count() > 0
-        if not _Frozen.is_users:
+        _FrozenObjects.is_users = _FrozenObjects.is_users or gc.get_freeze_count() > 0
+        if not _FrozenObjects.is_users:
             gc.freeze()
             gc.unfreeze()
         gc.enable()

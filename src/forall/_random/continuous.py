@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.shapes import broadcast_shapes
-from forall._core.errors import columns
-from forall._random.keys import of_width, split
+from forall._core.errors import format_columns
+from forall._random.keys import draw_bits, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,20 +27,20 @@ HALVES = (torch.float16, torch.bfloat16)
 _MKL = torch.backends.mkl.is_available()
 
 
-def unit(verb: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def draw_unit(verb: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Draw uniform numbers in [0, 1)."""
     if dtype not in _MANTISSA:
         raise TypeError(
             f"{verb}(key, ...): the dtype must be a floating-point one.\n"
-            f"{columns([('dtype', str(dtype))])}\n"
+            f"{format_columns([('dtype', str(dtype))])}\n"
             "Take torch.float32, float64, float16 or bfloat16."
         )
     drawn, kept = _MANTISSA[dtype]
-    whole = (of_width(verb, key, shape, drawn) >> (drawn - kept)) & ((1 << kept) - 1)
+    whole = (draw_bits(verb, key, shape, drawn) >> (drawn - kept)) & ((1 << kept) - 1)
     return whole.to(dtype) * 2.0**-kept
 
 
-def dtype_of(dtype: torch.dtype | None, *parameters: Any) -> torch.dtype:
+def choose_dtype(dtype: torch.dtype | None, *parameters: Any) -> torch.dtype:
     """Return the dtype asked for, else that of the parameters, else torch's default."""
     if dtype is not None:
         return dtype
@@ -48,7 +48,7 @@ def dtype_of(dtype: torch.dtype | None, *parameters: Any) -> torch.dtype:
     return max(found, key=lambda d: d.itemsize) if found else torch.get_default_dtype()
 
 
-def parameter(value: Any, dtype: torch.dtype, key: Tensor) -> Tensor:
+def make_parameter(value: Any, dtype: torch.dtype, key: Tensor) -> Tensor:
     """Return a parameter as a tensor on the key's device."""
     if isinstance(value, torch.Tensor):
         return value.to(device=key.device, dtype=dtype)
@@ -57,7 +57,9 @@ def parameter(value: Any, dtype: torch.dtype, key: Tensor) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=key.device)
 
 
-def fitting(verb: str, shape: Sequence[int] | None, *parameters: torch.Size) -> tuple[int, ...]:
+def check_draw_shape(
+    verb: str, shape: Sequence[int] | None, *parameters: torch.Size
+) -> tuple[int, ...]:
     """Return the shape of a draw; raise if the parameters do not broadcast to it."""
     together = broadcast_shapes(*parameters)
     if shape is None:
@@ -67,7 +69,7 @@ def fitting(verb: str, shape: Sequence[int] | None, *parameters: torch.Size) -> 
     if short or any(n not in (1, m) for n, m in zip(together[::-1], shape[::-1], strict=False)):
         rows = [("shape", str(shape)), ("parameters", str(tuple(together)))]
         raise ValueError(
-            f"{verb}(key, ...): the parameters do not broadcast to the shape.\n{columns(rows)}\n"
+            f"{verb}(key, ...): the parameters do not broadcast to the shape.\n{format_columns(rows)}\n"
             "Give the shape of the whole result, or None for that of the parameters."
         )
     return shape
@@ -97,12 +99,12 @@ def uniform(
         >>> forall.random.uniform(forall.random.key(0), (3,))
         tensor([0.9477, 0.9786, 0.3323])
     """
-    dtype = dtype_of(dtype, minval, maxval)
-    u = unit("uniform", key, shape, dtype)
+    dtype = choose_dtype(dtype, minval, maxval)
+    u = draw_unit("uniform", key, shape, dtype)
     if (isinstance(minval, float) and isinstance(maxval, float)) and (minval, maxval) == (0.0, 1.0):
         return u
-    low, high = parameter(minval, dtype, key), parameter(maxval, dtype, key)
-    fitting("uniform", shape, low.shape, high.shape)
+    low, high = make_parameter(minval, dtype, key), make_parameter(maxval, dtype, key)
+    check_draw_shape("uniform", shape, low.shape, high.shape)
     # JAX's compilers round once where a product is added to; a double does not round the product.
     fine = torch.float64 if dtype is torch.float32 and key.device.type != "mps" else dtype
     scaled = (u.to(fine) * (high - low).to(fine) + low.to(fine)).to(dtype)
@@ -127,7 +129,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = N
         >>> forall.random.normal(forall.random.key(0), (3,))
         tensor([ 1.6226,  2.0253, -0.4336])
     """
-    dtype = dtype_of(dtype)
+    dtype = choose_dtype(dtype)
     if dtype.is_complex:
         real = dtype.to_real()
         a, b = (normal(k, shape, real) for k in split(key))
@@ -135,7 +137,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = N
     if dtype in HALVES:  # their tails would end at 3 standard deviations
         return normal(key, shape, torch.float32).to(dtype)
     low = -1 + (2.0**-53 if dtype is torch.float64 else 2.0**-24)  # the first number above -1
-    u = unit("normal", key, shape, dtype)
+    u = draw_unit("normal", key, shape, dtype)
     return _inverse_erf((u * (1 - low) + low).clamp(min=low)) * math.sqrt(2)
 
 
@@ -172,16 +174,16 @@ def truncated_normal(
         >>> bool(((x > 1) & (x < 2)).all())
         True
     """
-    dtype = dtype_of(dtype, lower, upper)
+    dtype = choose_dtype(dtype, lower, upper)
     if dtype in HALVES:
         return truncated_normal(key, lower, upper, shape, torch.float32).to(dtype)
-    low, high = parameter(lower, dtype, key), parameter(upper, dtype, key)
-    shape = fitting("truncated_normal", shape, low.shape, high.shape)
+    low, high = make_parameter(lower, dtype, key), make_parameter(upper, dtype, key)
+    shape = check_draw_shape("truncated_normal", shape, low.shape, high.shape)
     mirrored = low > 0
     near, far = torch.where(mirrored, -low, high), torch.where(mirrored, -high, low)
     # torch.special.ndtr is zero from 8 standard deviations on.
     top, bottom = (torch.erfc(x * -math.sqrt(0.5)) / 2 for x in (near, far))
-    p = unit("truncated_normal", key, shape, dtype) * (top - bottom) + bottom
+    p = draw_unit("truncated_normal", key, shape, dtype) * (top - bottom) + bottom
     tiny = torch.finfo(dtype).tiny
     x = torch.where(top > tiny, torch.special.ndtri(p.clamp(min=tiny)), near)
     x = torch.where(mirrored, -x, x)
@@ -205,7 +207,7 @@ def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | Non
         >>> forall.random.exponential(forall.random.key(0), (3,))
         tensor([2.9501, 3.8434, 0.4039])
     """
-    return -torch.log1p(-unit("exponential", key, shape, dtype_of(dtype)))
+    return -torch.log1p(-draw_unit("exponential", key, shape, choose_dtype(dtype)))
 
 
 def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
@@ -222,8 +224,8 @@ def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = N
         >>> forall.random.gumbel(forall.random.key(0), (3,))
         tensor([ 2.9234,  3.8326, -0.0969])
     """
-    dtype = dtype_of(dtype)
-    u = unit("gumbel", key, shape, dtype).clamp(min=torch.finfo(dtype).tiny)
+    dtype = choose_dtype(dtype)
+    u = draw_unit("gumbel", key, shape, dtype).clamp(min=torch.finfo(dtype).tiny)
     return -torch.log(-torch.log(u))
 
 
@@ -239,7 +241,7 @@ def laplace(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = 
         >>> forall.random.laplace(forall.random.key(0), (3,))
         tensor([-2.2570, -3.1503,  0.4086])
     """
-    dtype = dtype_of(dtype)
+    dtype = choose_dtype(dtype)
     u = uniform(key, shape, dtype, -1 + torch.finfo(dtype).eps / 2, 1.0)
     return torch.sign(u) * torch.log1p(-u.abs())
 
@@ -270,15 +272,15 @@ def multivariate_normal(
         >>> torch.allclose(x.T @ x / 10000, cov, atol=0.1)
         True
     """
-    dtype = dtype_of(dtype, mean, cov)
-    mean, cov = parameter(mean, dtype, key), parameter(cov, dtype, key)
+    dtype = choose_dtype(dtype, mean, cov)
+    mean, cov = make_parameter(mean, dtype, key), make_parameter(cov, dtype, key)
     n = mean.shape[-1] if mean.dim() else 0
     if not mean.dim() or cov.shape[-2:] != (n, n):
         rows = [("mean", str(tuple(mean.shape))), ("cov", str(tuple(cov.shape)))]
         raise ValueError(
             "multivariate_normal(key, mean, cov): the shapes must end in n and in n, n.\n"
-            f"{columns(rows)}\nGive a mean for every row of the covariance."
+            f"{format_columns(rows)}\nGive a mean for every row of the covariance."
         )
-    shape = fitting("multivariate_normal", shape, mean.shape[:-1], cov.shape[:-2])
+    shape = check_draw_shape("multivariate_normal", shape, mean.shape[:-1], cov.shape[:-2])
     z = normal(key, (*shape, n), dtype)
     return mean + (torch.linalg.cholesky(cov) @ z.unsqueeze(-1)).squeeze(-1)

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.axes import wrap_dim
-from forall._core.errors import columns, short
+from forall._core.errors import format_columns, format_short
 from forall._random import rejection
-from forall._random.continuous import dtype_of, fitting, gumbel, parameter, unit
-from forall._random.keys import both_words, of_width, words
-from forall._random.threefry import LOW, counters
+from forall._random.continuous import (
+    check_draw_shape,
+    choose_dtype,
+    draw_unit,
+    gumbel,
+    make_parameter,
+)
+from forall._random.keys import draw_bits, draw_words, split_words
+from forall._random.threefry import LOW, make_counters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,9 +44,9 @@ def bernoulli(key: Tensor, p: Any = 0.5, shape: Sequence[int] | None = None) -> 
         >>> forall.random.bernoulli(forall.random.key(0), 0.9, (4,))
         tensor([False, False,  True,  True])
     """
-    dtype = dtype_of(None, p)
-    p = parameter(p, dtype, key)
-    return unit("bernoulli", key, fitting("bernoulli", shape, p.shape), dtype) < p
+    dtype = choose_dtype(None, p)
+    p = make_parameter(p, dtype, key)
+    return draw_unit("bernoulli", key, check_draw_shape("bernoulli", shape, p.shape), dtype) < p
 
 
 def rademacher(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.int64) -> Tensor:
@@ -86,18 +92,18 @@ def randint(
     if isinstance(minval, int) and isinstance(maxval, int) and not 0 < maxval - minval < 1 << 63:
         raise ValueError(
             "randint(key, shape, minval, maxval): there must be 1 to 2**63 - 1 integers to draw.\n"
-            f"{columns([('minval', str(minval)), ('maxval', str(maxval))])}\n"
+            f"{format_columns([('minval', str(minval)), ('maxval', str(maxval))])}\n"
             "maxval itself is not drawn; bits gives whole words."
         )
-    low, high = (parameter(v, torch.int64, key) for v in (minval, maxval))
-    fitting("randint", shape, low.shape, high.shape)
-    drawn = below(key, shape, high - low)
+    low, high = (make_parameter(v, torch.int64, key) for v in (minval, maxval))
+    check_draw_shape("randint", shape, low.shape, high.shape)
+    drawn = draw_below(key, shape, high - low)
     return (low + drawn).to(dtype)
 
 
-def below(key: Tensor, shape: Sequence[int], span: Tensor) -> Tensor:
+def draw_below(key: Tensor, shape: Sequence[int], span: Tensor) -> Tensor:
     """Draw integers from 0 to below ``span``."""
-    w0, w1 = (w.to(torch.int64) & LOW for w in both_words("randint", key, shape))
+    w0, w1 = (w.to(torch.int64) & LOW for w in draw_words("randint", key, shape))
     near = span.clamp(min=1, max=1 << 31)
     short_ = (w0 * near + (w1 * near >> 32)) >> 32
     far = ((w0 & 0x7FFFFFFF) << 32 | w1) % span.clamp(min=1)
@@ -127,10 +133,12 @@ def poisson(
         >>> bool((x.mean() - 4).abs() < 0.1) and bool((x.var() - 4).abs() < 0.2)
         True
     """
-    k0, k1 = words("poisson", key)
-    rate = parameter(lam, dtype_of(None, lam), key).detach()
-    shape = fitting("poisson", shape, rate.shape)
-    return rejection.poisson(k0, k1, counters(shape, key.device)[1], rate.expand(shape)).to(dtype)
+    k0, k1 = split_words("poisson", key)
+    rate = make_parameter(lam, choose_dtype(None, lam), key).detach()
+    shape = check_draw_shape("poisson", shape, rate.shape)
+    return rejection.poisson_operator(
+        k0, k1, make_counters(shape, key.device)[1], rate.expand(shape)
+    ).to(dtype)
 
 
 def categorical(
@@ -157,8 +165,8 @@ def categorical(
         >>> forall.random.categorical(forall.random.key(0), logits, shape=(9,))
         tensor([1, 1, 1, 1, 1, 1, 0, 0, 1])
     """
-    logits = parameter(logits, dtype_of(None, logits), key).movedim(dim, -1)
-    shape = fitting("categorical", shape, logits.shape[:-1])
+    logits = make_parameter(logits, choose_dtype(None, logits), key).movedim(dim, -1)
+    shape = check_draw_shape("categorical", shape, logits.shape[:-1])
     noise = gumbel(key, (*shape, logits.shape[-1]), logits.dtype)
     return (logits + noise).argmax(-1)
 
@@ -180,21 +188,21 @@ def permutation(key: Tensor, x: int | Tensor, dim: int = 0, *, independent: bool
         tensor([4, 3, 2, 1, 5, 0])
     """
     if isinstance(x, int):
-        return _order(key, (x,), 0)
+        return _draw_order(key, (x,), 0)
     if not x.dim():
         raise ValueError(
             "permutation(key, x): a tensor of rank 0 has no order.\n"
-            f"{columns([('x', short(x))])}\n"
+            f"{format_columns([('x', format_short(x))])}\n"
             "Give an int n for the numbers below n, or a tensor of rank 1 or more."
         )
     dim = wrap_dim(dim, x.dim())
     if independent:
-        return x.gather(dim, _order(key, x.shape, dim))
-    return x.index_select(dim, _order(key, (x.shape[dim],), 0))
+        return x.gather(dim, _draw_order(key, x.shape, dim))
+    return x.index_select(dim, _draw_order(key, (x.shape[dim],), 0))
 
 
-def _order(key: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    return of_width("permutation", key, shape, 64).argsort(stable=True, dim=dim)
+def _draw_order(key: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    return draw_bits("permutation", key, shape, 64).argsort(stable=True, dim=dim)
 
 
 def choice(
@@ -230,28 +238,28 @@ def choice(
     if drawn and (n < 1 or (not replace and drawn > n)):
         raise ValueError(
             "choice(key, a, shape): there are fewer entries than are drawn.\n"
-            f"{columns([('entries', str(n)), ('drawn', str(drawn))])}\n"
+            f"{format_columns([('entries', str(n)), ('drawn', str(drawn))])}\n"
             "Draw with replace=True, or draw fewer."
         )
     if p is not None and p.shape != (n,):
         raise ValueError(
             "choice(key, a, shape, p=p): p has one number for each entry.\n"
-            f"{columns([('entries', str(n)), ('p', short(p))])}\n"
+            f"{format_columns([('entries', str(n)), ('p', format_short(p))])}\n"
             "Give a tensor of rank 1."
         )
-    places = _places(key, n, shape, drawn, replace, p)
+    places = _draw_indices(key, n, shape, drawn, replace, p)
     if whole:
         return places
     taken = a.index_select(dim, places.reshape(-1))
     return taken.reshape((*a.shape[:dim], *shape, *a.shape[dim + 1 :]))
 
 
-def _places(key: Tensor, n: int, shape: tuple, drawn: int, replace: bool, p: Any) -> Tensor:
+def _draw_indices(key: Tensor, n: int, shape: tuple, drawn: int, replace: bool, p: Any) -> Tensor:
     if replace and p is None:
         return randint(key, shape, 0, max(n, 1))
     if replace:
         return categorical(key, p.log(), shape=shape)
     if p is None:
         return permutation(key, n)[:drawn].reshape(shape)
-    noise = gumbel(key, (n,), dtype_of(None, p))
+    noise = gumbel(key, (n,), choose_dtype(None, p))
     return (noise + p.log()).topk(drawn).indices.reshape(shape)

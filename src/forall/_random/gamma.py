@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.errors import columns
+from forall._core.errors import format_columns
 from forall._random import rejection
-from forall._random.continuous import HALVES, dtype_of, fitting, parameter
-from forall._random.keys import split, words
-from forall._random.threefry import counters
+from forall._random.continuous import HALVES, check_draw_shape, choose_dtype, make_parameter
+from forall._random.keys import split, split_words
+from forall._random.threefry import make_counters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 
-class Gamma(torch.autograd.Function):
+class GammaDraw(torch.autograd.Function):
     """A draw or its logarithm; its derivative in alpha is taken at a fixed quantile.
 
     Source: Figurnov, Mohamed and Mnih, "Implicit reparameterization gradients" (2018); torch has
@@ -28,8 +28,8 @@ class Gamma(torch.autograd.Function):
 
     @staticmethod
     def forward(key, alpha, logarithm):
-        place = counters(alpha.shape, key.device)[1]
-        return rejection.gamma(*words("gamma", key), place, alpha, logarithm)
+        place = make_counters(alpha.shape, key.device)[1]
+        return rejection.gamma_operator(*split_words("gamma", key), place, alpha, logarithm)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -70,17 +70,17 @@ def gamma(
         >>> bool((x.mean() - 3).abs() < 0.1)
         True
     """
-    return _gamma("gamma", key, a, shape, dtype_of(dtype, a), logarithm=False)
+    return _draw_gamma("gamma", key, a, shape, choose_dtype(dtype, a), logarithm=False)
 
 
-def _gamma(
+def _draw_gamma(
     verb: str, key: Tensor, a: Any, shape: Any, dtype: torch.dtype, *, logarithm: bool
 ) -> Tensor:
-    words(verb, key)
+    split_words(verb, key)
     working = torch.float32 if dtype in HALVES else dtype
-    alpha = parameter(a, working, key)
-    alpha = alpha.expand(fitting(verb, shape, alpha.shape))
-    return Gamma.apply(key, alpha, logarithm).to(dtype)
+    alpha = make_parameter(a, working, key)
+    alpha = alpha.expand(check_draw_shape(verb, shape, alpha.shape))
+    return GammaDraw.apply(key, alpha, logarithm).to(dtype)
 
 
 def beta(
@@ -106,12 +106,12 @@ def beta(
         >>> bool((x.mean() - 0.25).abs() < 0.01)
         True
     """
-    dtype = dtype_of(dtype, a, b)
-    a, b = parameter(a, dtype, key), parameter(b, dtype, key)
-    shape = fitting("beta", shape, a.shape, b.shape)
+    dtype = choose_dtype(dtype, a, b)
+    a, b = make_parameter(a, dtype, key), make_parameter(b, dtype, key)
+    shape = check_draw_shape("beta", shape, a.shape, b.shape)
     first, second = split(key)
-    x = _gamma("beta", first, a, shape, dtype, logarithm=True)
-    y = _gamma("beta", second, b, shape, dtype, logarithm=True)
+    x = _draw_gamma("beta", first, a, shape, dtype, logarithm=True)
+    y = _draw_gamma("beta", second, b, shape, dtype, logarithm=True)
     return torch.sigmoid(x - y)
 
 
@@ -138,13 +138,13 @@ def dirichlet(
         >>> torch.allclose(p.mean(0), torch.full((3,), 1 / 3), atol=0.01)
         True
     """
-    dtype = dtype_of(dtype, alpha)
-    alpha = parameter(alpha, dtype, key)
+    dtype = choose_dtype(dtype, alpha)
+    alpha = make_parameter(alpha, dtype, key)
     if not alpha.dim():
         raise ValueError(
             "dirichlet(key, alpha): alpha has one entry for each probability.\n"
-            f"{columns([('alpha', str(tuple(alpha.shape)))])}\n"
+            f"{format_columns([('alpha', str(tuple(alpha.shape)))])}\n"
             "Give a tensor of rank 1 or more."
         )
-    shape = (*fitting("dirichlet", shape, alpha.shape[:-1]), alpha.shape[-1])
-    return torch.softmax(_gamma("dirichlet", key, alpha, shape, dtype, logarithm=True), -1)
+    shape = (*check_draw_shape("dirichlet", shape, alpha.shape[:-1]), alpha.shape[-1])
+    return torch.softmax(_draw_gamma("dirichlet", key, alpha, shape, dtype, logarithm=True), -1)

@@ -3,7 +3,7 @@
 NOTE [draw numbers]
     A scope has a key and counts its draws; draw number n uses `fold_in(key, n)`. There is no other
     state. Code that is recomputed, as checkpoints do in a backward pass, must start from the same
-    count as in its first run (`resuming`).
+    count as in its first run (`resume_draws`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from forall._compat import exception_safety
 from forall._compat.dispatch_state import functions_off
-from forall._compat.op_schema import facts
+from forall._compat.op_schema import get_facts
 from forall._compat.private_api import DispatchMode
-from forall._core.errors import columns
+from forall._core.errors import format_columns
 from forall._random import keys, torch_ops
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Scope:
+class RandomScope:
     """A key and the number of its draws. The key is made lazily, as many scopes draw nothing.
 
     ``counts`` is for a level with a key for each example. If its examples diverge, each has a count
@@ -41,9 +41,9 @@ class Scope:
         self._served: list[Any] = [0]
         self.counts = counts
 
-    def twin(self, make: Callable[[], torch.Tensor]) -> Scope:
+    def share_count(self, make: Callable[[], torch.Tensor]) -> RandomScope:
         """Return a scope with another form of the key that shares its count with this one."""
-        other = Scope(make, self.counts)
+        other = RandomScope(make, self.counts)
         other._served = self._served
         return other
 
@@ -72,27 +72,27 @@ class Scope:
 
     def draw(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operator of torch that draws, with the next key."""
-        return torch_ops.draw(self.reserve()(), func, args, kwargs)
+        return torch_ops.run_with_key(self.reserve()(), func, args, kwargs)
 
 
-class _State(exception_safety.Here):
-    running: Scope | None = None
+class _ScopeState(exception_safety.RestoredState):
+    running: RandomScope | None = None
 
 
-_state = _State.made()
+_state = _ScopeState.make_instance()
 
 
-def running() -> Scope | None:
+def find_running_scope() -> RandomScope | None:
     """Return the innermost scope of this thread."""
     return _state.running
 
 
-class entered:
+class enter_scope:
     """Context in which a scope is the running one, or none is."""
 
     __slots__ = ("previous", "scope")
 
-    def __init__(self, scope: Scope | None) -> None:
+    def __init__(self, scope: RandomScope | None) -> None:
         self.scope = scope
 
     def __enter__(self) -> None:
@@ -103,7 +103,7 @@ class entered:
         _state.running = self.previous
 
 
-class _Drawing(DispatchMode):
+class _DrawMode(DispatchMode):
     """A mode that runs operators that draw with keys of the running scope."""
 
     stays = True  # a derivative that is taken further out must see the same draws
@@ -111,10 +111,10 @@ class _Drawing(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         scope = _state.running
-        if scope is None or not facts(func).seeded:
+        if scope is None or not get_facts(func).seeded:
             return func(*args, **kwargs)
         with functions_off():
-            if torch_ops.draws(func, args, kwargs):
+            if torch_ops.has_draws(func, args, kwargs):
                 return scope.draw(func, args, kwargs)
             return func(*args, **kwargs)
 
@@ -154,12 +154,12 @@ class scope:
     """
 
     def __init__(self, key: torch.Tensor, example: int | torch.Tensor | None = None) -> None:
-        keys.check("scope(key, example)", key)
+        keys.check_key("scope(key, example)", key)
         self._key = key if example is None else keys.fold_in(key, example)
-        self._entered: list[_resumed] = []
+        self._entered: list[_ResumedScope] = []
 
     def __enter__(self) -> None:
-        place = _resumed(Scope(lambda: self._key), 0)
+        place = _ResumedScope(RandomScope(lambda: self._key), 0)
         place.__enter__()
         self._entered.append(place)
 
@@ -191,13 +191,13 @@ def next_key() -> torch.Tensor:
     if found is None:
         rows = [("running", "no scope"), ("needed", "scope(key), or vmap(f, randomness=key)")]
         raise RuntimeError(
-            f"next_key(): there is no key to draw from.\n{columns(rows)}\n"
+            f"next_key(): there is no key to draw from.\n{format_columns(rows)}\n"
             "Enter a scope first, or hand a key to the function: split(key, n)."
         )
     return found.reserve()()
 
 
-def taken_back() -> Callable[[], None]:
+def make_count_reset() -> Callable[[], None]:
     """Return a function that resets the count to its present value, for a run that is given up."""
     scope = _state.running
     if scope is None:
@@ -206,22 +206,22 @@ def taken_back() -> Callable[[], None]:
     return lambda: setattr(scope, "count", count)
 
 
-class _resumed:
+class _ResumedScope:
     """Context in which a scope runs from a count on; its exit restores the count and the scope."""
 
     __slots__ = ("count", "mode", "place", "scope", "was")
 
-    def __init__(self, scope: Scope | None, count: int) -> None:
+    def __init__(self, scope: RandomScope | None, count: int) -> None:
         self.scope = scope
         self.count = count
 
     def __enter__(self) -> None:
-        self.place = entered(self.scope)
+        self.place = enter_scope(self.scope)
         self.place.__enter__()
         self.mode = None
         if self.scope is not None:
             self.was, self.scope.count = self.scope.count, self.count
-            self.mode = _Drawing()
+            self.mode = _DrawMode()
             self.mode.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -231,13 +231,13 @@ class _resumed:
         self.place.__exit__()
 
 
-def resuming(function: Callable) -> Callable:
+def resume_draws(function: Callable) -> Callable:
     """Wrap ``function`` so that any later call draws the same numbers as a call now."""
     scope = _state.running
     count = 0 if scope is None else scope.count
 
-    def again(*args: Any, **kwargs: Any) -> Any:
-        with _resumed(scope, count):
+    def run_resumed(*args: Any, **kwargs: Any) -> Any:
+        with _ResumedScope(scope, count):
             return function(*args, **kwargs)
 
-    return again
+    return run_resumed

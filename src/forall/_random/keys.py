@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.errors import columns, kind, short
-from forall._random.threefry import LOW, Words, counters, threefry
+from forall._core.errors import format_columns, format_short, type_name_of
+from forall._random.threefry import LOW, Words, make_counters, threefry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,9 +64,9 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
         >>> first
         tensor([1797259609, 2579123966])
     """
-    k0, k1 = words("split", key)
+    k0, k1 = split_words("split", key)
     shape = (num,) if isinstance(num, int) else tuple(num)
-    return _key(threefry(k0, k1, *counters(shape, key.device)))
+    return _make_key(threefry(k0, k1, *make_counters(shape, key.device)))
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         >>> forall.random.fold_in(forall.random.key(0), 7)
         tensor([2716826189,  292468403])
     """
-    k0, k1 = words("fold_in", key)
+    k0, k1 = split_words("fold_in", key)
     if not _is_integer(data):
         raise _no_data(data)
     if isinstance(data, torch.Tensor):
@@ -92,52 +92,52 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     else:
         # To fill a tensor does not wait for the device, as a copy does.
         low = torch.full((), data & LOW, device=key.device).to(torch.int32)
-    return _folded(k0, k1, low)
+    return _fold_words(k0, k1, low)
 
 
 def fold_each(key: Tensor, numbers: Sequence[int]) -> Tensor:
     """Return `fold_in` of each of these numbers: (2,) -> (len(numbers), 2)."""
-    k0, k1 = words("fold_in", key)
+    k0, k1 = split_words("fold_in", key)
     if isinstance(numbers, range):  # made on the device: a copy would wait for it
         low = torch.arange(numbers.start, numbers.stop, numbers.step, device=key.device)
     else:
         low = torch.tensor(numbers, device=key.device)
-    return _folded(k0, k1, low.to(torch.int32))
+    return _fold_words(k0, k1, low.to(torch.int32))
 
 
-def _folded(k0: Tensor, k1: Tensor, low: Tensor) -> Tensor:
-    return _key(threefry(k0, k1, torch.zeros_like(low), low))
+def _fold_words(k0: Tensor, k1: Tensor, low: Tensor) -> Tensor:
+    return _make_key(threefry(k0, k1, torch.zeros_like(low), low))
 
 
-def _key(found: Words) -> Tensor:
+def _make_key(found: Words) -> Tensor:
     return torch.stack(found, -1).to(torch.int64) & LOW
 
 
-def words(verb: str, key: Any) -> Words:
+def split_words(verb: str, key: Any) -> Words:
     """Return the two words of a key, each of shape ()."""
-    check(f"{verb}(key, ...)", key)
+    check_key(f"{verb}(key, ...)", key)
     k = key.to(torch.int32)
     return k[0], k[1]
 
 
-def check(call: str, key: Any) -> None:
+def check_key(call: str, key: Any) -> None:
     """Raise, naming ``call`` in the message, if this is not a key."""
     if not isinstance(key, torch.Tensor):
         raise TypeError(
             f"{call}: a key is a tensor.\n"
-            f"{columns([('key', short(key), kind(key))])}\n"
+            f"{format_columns([('key', format_short(key), type_name_of(key))])}\n"
             "Make one of a seed: forall.random.key(0)."
         )
     if key.dtype != torch.int64:
         raise TypeError(
             f"{call}: a key is an int64 tensor of shape (2,).\n"
-            f"{columns([('key', short(key))])}\n"
+            f"{format_columns([('key', format_short(key))])}\n"
             "Make one of a seed: forall.random.key(0)."
         )
     if key.shape != (2,):
         raise ValueError(
             f"{call}: a key is an int64 tensor of shape (2,).\n"
-            f"{columns([('key', short(key))])}\n"
+            f"{format_columns([('key', format_short(key))])}\n"
             "For many keys map over them: vmap(f)(forall.random.split(key, n))."
         )
 
@@ -152,7 +152,7 @@ def _is_integer(value: Any) -> bool:
 def _no_seed(seed: Any) -> TypeError:
     return TypeError(
         "key(seed): a seed is an int, or an integer tensor of rank 0.\n"
-        f"{columns([('seed', short(seed), kind(seed))])}\n"
+        f"{format_columns([('seed', format_short(seed), type_name_of(seed))])}\n"
         "For many keys write split(key(0), n), or vmap(key)(seeds)."
     )
 
@@ -160,7 +160,7 @@ def _no_seed(seed: Any) -> TypeError:
 def _no_data(data: Any) -> TypeError:
     return TypeError(
         "fold_in(key, data): data is an int, or an integer tensor of rank 0.\n"
-        f"{columns([('data', short(data), kind(data))])}\n"
+        f"{format_columns([('data', format_short(data), type_name_of(data))])}\n"
         "Fold in one number after another, or map over them: vmap(fold_in, (None, 0))."
     )
 
@@ -195,21 +195,21 @@ def bits(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.uint
     if signed not in _WIDTHS.values():
         raise TypeError(
             "bits(key, shape, dtype): the dtype must be an integer one.\n"
-            f"{columns([('dtype', str(dtype))])}\n"
+            f"{format_columns([('dtype', str(dtype))])}\n"
             "Take torch.uint32, or int32 to compute on; see uniform for numbers from 0 to 1."
         )
-    drawn = of_width("bits", key, shape, 8 * signed.itemsize).to(signed)
+    drawn = draw_bits("bits", key, shape, 8 * signed.itemsize).to(signed)
     return drawn if signed == dtype else drawn.view(dtype)
 
 
-def of_width(verb: str, key: Tensor, shape: Sequence[int], width: int) -> Tensor:
+def draw_bits(verb: str, key: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Return random bits in an int32, of which the lowest ``width`` count; 64 bits in an int64."""
-    w0, w1 = both_words(verb, key, shape)
+    w0, w1 = draw_words(verb, key, shape)
     if width < 64:
         return w0 ^ w1
     return (w0.to(torch.int64) << 32) | (w1.to(torch.int64) & LOW)
 
 
-def both_words(verb: str, key: Tensor, shape: Sequence[int]) -> Words:
+def draw_words(verb: str, key: Tensor, shape: Sequence[int]) -> Words:
     """Return two random words for each entry of ``shape``."""
-    return threefry(*words(verb, key), *counters(tuple(shape), key.device))
+    return threefry(*split_words(verb, key), *make_counters(tuple(shape), key.device))

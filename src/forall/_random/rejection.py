@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-def operator(name: str, parameters: str) -> Callable:
+def register_operator(name: str, parameters: str) -> Callable:
     """Return a decorator that registers a kernel as a pointwise operator.
 
     Its schema is ``forall::name(k0, k1, place, *parameters)``.
@@ -51,7 +51,7 @@ def operator(name: str, parameters: str) -> Callable:
     return enter
 
 
-class _Open:
+class _OpenEntries:
     """The entries that have no accepted draw yet, and the random words for their next attempt."""
 
     def __init__(self, k0: Tensor, k1: Tensor, place: Tensor, *parameters: Tensor) -> None:
@@ -60,7 +60,7 @@ class _Open:
         self.left = torch.arange(place.numel(), device=place.device)
         self.attempt = 0
 
-    def units(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def draw_units(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return two uniform numbers in (0, 1) for each open entry."""
         if dtype is torch.float64:
             return self._fine(dtype), self._fine(dtype)
@@ -76,7 +76,7 @@ class _Open:
         high, low = (w.to(torch.int64) & LOW for w in self._words())
         return ((high << 20 | low >> 12).to(dtype) + 0.5) * 2.0**-52
 
-    def settle(self, done: Tensor) -> Tensor:
+    def drop_done(self, done: Tensor) -> Tensor:
         """Drop the entries that are done, and return their indices in the result."""
         settled = self.left[done]
         more = ~done
@@ -91,8 +91,8 @@ def _unit(word: Tensor, dtype: torch.dtype) -> Tensor:
     return (((word >> 9) & 0x7FFFFF).to(dtype) + 0.5) * 2.0**-23
 
 
-@operator("gamma", "Tensor alpha, bool logarithm")
-def gamma(k0: Tensor, k1: Tensor, place: Tensor, alpha: Tensor, logarithm: bool) -> Tensor:
+@register_operator("gamma", "Tensor alpha, bool logarithm")
+def gamma_operator(k0: Tensor, k1: Tensor, place: Tensor, alpha: Tensor, logarithm: bool) -> Tensor:
     """Draw gamma numbers of shape alpha > 0 and scale 1, or logarithms, which do not underflow.
 
     Source: Marsaglia and Tsang, "A simple method for generating gamma variables" (2000); where
@@ -101,36 +101,36 @@ def gamma(k0: Tensor, k1: Tensor, place: Tensor, alpha: Tensor, logarithm: bool)
     out = torch.full_like(alpha, math.nan)
     boosted = torch.where(alpha < 1, alpha + 1, alpha)
     d = boosted - 1 / 3
-    open_ = _Open(k0, k1, place, alpha, d, 1 / (9 * d).sqrt())
-    power, _ = open_.units(alpha.dtype)  # for alpha < 1; its attempt is number 0
+    open_ = _OpenEntries(k0, k1, place, alpha, d, 1 / (9 * d).sqrt())
+    power, _ = open_.draw_units(alpha.dtype)  # for alpha < 1; its attempt is number 0
     power = torch.where(alpha < 1, power.log() / alpha, 0)
-    open_.settle(~(alpha > 0))  # these stay nan
+    open_.drop_done(~(alpha > 0))  # these stay nan
     while open_.left.numel():
         _, d, c = open_.parameters
-        first, u = open_.units(alpha.dtype)
+        first, u = open_.draw_units(alpha.dtype)
         x = torch.erfinv(2 * first - 1) * math.sqrt(2)
         v = (1 + c * x) ** 3
         fits = (v > 0) & (u.log() < x * x / 2 + d * (1 - v + v.log()))
         fits |= d.isinf()
         found = d.log() + v.log() if logarithm else d * v
-        out[open_.settle(fits)] = found[fits]
+        out[open_.drop_done(fits)] = found[fits]
     return out + power if logarithm else out * power.exp()
 
 
-@operator("poisson", "Tensor rate")
-def poisson(k0: Tensor, k1: Tensor, place: Tensor, rate: Tensor) -> Tensor:
+@register_operator("poisson", "Tensor rate")
+def poisson_operator(k0: Tensor, k1: Tensor, place: Tensor, rate: Tensor) -> Tensor:
     """Draw Poisson counts.
 
     Source: below a rate of 10 the inverse of the distribution function; else Hörmann, "The
     transformed rejection method for generating Poisson random variables" (1993).
     """
     fine = rate.to(_fine_dtype(rate))
-    open_ = _Open(k0, k1, place, fine)
-    u, _ = open_.units(fine.dtype)
+    open_ = _OpenEntries(k0, k1, place, fine)
+    u, _ = open_.draw_units(fine.dtype)
     low = fine.clamp(max=10)
-    counts = _inverse(u, torch.exp(-low), lambda p, k: p * low / k)
+    counts = _invert_cdf(u, torch.exp(-low), lambda p, k: p * low / k)
     counts = torch.where(fine >= 0, counts, math.nan)
-    open_.settle(~(fine >= 10) | fine.isinf())
+    open_.drop_done(~(fine >= 10) | fine.isinf())
 
     def fits(k: Tensor, v: Tensor, hat: Tensor, rate: Tensor) -> Tensor:
         scale = 1.1239 + 1.1328 / (0.931 + 2.53 * rate.sqrt() - 3.4)
@@ -144,8 +144,8 @@ def poisson(k0: Tensor, k1: Tensor, place: Tensor, rate: Tensor) -> Tensor:
     return torch.where(fine.isinf(), fine, counts).to(rate.dtype)
 
 
-@operator("binomial", "Tensor count, Tensor prob")
-def binomial(k0: Tensor, k1: Tensor, place: Tensor, count: Tensor, prob: Tensor) -> Tensor:
+@register_operator("binomial", "Tensor count, Tensor prob")
+def binomial_operator(k0: Tensor, k1: Tensor, place: Tensor, count: Tensor, prob: Tensor) -> Tensor:
     """Draw binomial counts: the number of ``count`` events of probability ``prob`` that happen.
 
     Source: below 10 expected the inverse of the distribution function; else Hörmann, "The
@@ -153,15 +153,15 @@ def binomial(k0: Tensor, k1: Tensor, place: Tensor, count: Tensor, prob: Tensor)
     """
     n, given = count.to(_fine_dtype(count)), prob.to(_fine_dtype(count))
     p = torch.minimum(given, 1 - given)
-    open_ = _Open(k0, k1, place, n, p)
-    u, _ = open_.units(n.dtype)
+    open_ = _OpenEntries(k0, k1, place, n, p)
+    u, _ = open_.draw_units(n.dtype)
     few = torch.where(n * p < 10, n, 0)
     odds = p / (1 - p)
     none = torch.exp(few * torch.log1p(-p))
-    counts = _inverse(u, none, lambda q, k: q * odds * (few - k + 1).clamp(min=0) / k)
+    counts = _invert_cdf(u, none, lambda q, k: q * odds * (few - k + 1).clamp(min=0) / k)
     valid = (n >= 0) & (given >= 0) & (given <= 1)
     counts = torch.where(valid, counts, math.nan)
-    open_.settle(~(valid & (n * p >= 10)))
+    open_.drop_done(~(valid & (n * p >= 10)))
 
     def fits(k: Tensor, v: Tensor, hat: Tensor, n: Tensor, p: Tensor) -> Tensor:
         spread = (n * p * (1 - p)).sqrt()
@@ -182,7 +182,7 @@ def binomial(k0: Tensor, k1: Tensor, place: Tensor, count: Tensor, prob: Tensor)
 
 
 def _attempt(
-    open_: _Open,
+    open_: _OpenEntries,
     counts: Tensor,
     a: Tensor,
     b: Tensor,
@@ -191,7 +191,7 @@ def _attempt(
     fits: Callable,
 ) -> None:
     """Make one attempt of Hörmann's transformed rejection; most need no density."""
-    u, v = open_.units(counts.dtype)
+    u, v = open_.draw_units(counts.dtype)
     u = u - 0.5
     room = 0.5 - u.abs()
     k = ((2 * a / room + b) * u + center).floor()
@@ -199,10 +199,10 @@ def _attempt(
     possibly = (k >= 0) & ~((room < 0.013) & (v > room))
     hat = a / (room * room) + b
     found = surely | (possibly & fits(k.clamp(min=0), v, hat, *open_.parameters))
-    counts[open_.settle(found)] = k[found]
+    counts[open_.drop_done(found)] = k[found]
 
 
-def _inverse(u: Tensor, p: Tensor, following: Callable) -> Tensor:
+def _invert_cdf(u: Tensor, p: Tensor, following: Callable) -> Tensor:
     """Return the least count whose distribution function reaches ``u``.
 
     ``p`` is p(0), and ``following`` gives p(k) from p(k - 1) and k.

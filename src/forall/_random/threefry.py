@@ -69,13 +69,13 @@ def _rounds_in_place(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
     return x0, x1
 
 
-def _few(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
+def _rounds_on_ints(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
     """Run the rounds on Python ints if there are few entries: a hundred operators take longer."""
     shape = broadcast_shapes(k0.shape, k1.shape, x0.shape, x1.shape)
     if not 0 < math.prod(shape) <= 6:
         return _rounds_in_place(k0, k1, x0, x1)
     entries = zip(*(t.expand(shape).reshape(-1).tolist() for t in (k0, k1, x0, x1)), strict=True)
-    first, second = zip(*(_enciphered(*e) for e in entries), strict=True)
+    first, second = zip(*(_encrypt_ints(*e) for e in entries), strict=True)
     return _as_words(first, shape), _as_words(second, shape)
 
 
@@ -84,7 +84,7 @@ def _as_words(values: tuple[int, ...], shape: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu").to(torch.int32).view(shape)
 
 
-def _enciphered(k0: int, k1: int, x0: int, x1: int) -> tuple[int, int]:
+def _encrypt_ints(k0: int, k1: int, x0: int, x1: int) -> tuple[int, int]:
     keys = (k0 & LOW, k1 & LOW, (k0 ^ k1 ^ _PARITY) & LOW)
     x0, x1 = (x0 + k0) & LOW, (x1 + k1) & LOW
     for i in range(5):
@@ -97,10 +97,10 @@ def _enciphered(k0: int, k1: int, x0: int, x1: int) -> tuple[int, int]:
 
 
 library.impl("threefry2x32", _rounds_in_place, "CompositeExplicitAutograd")
-library.impl("threefry2x32", _few, "CPU")
+library.impl("threefry2x32", _rounds_on_ints, "CPU")
 
 
-def counters(shape: Sequence[int], device: torch.device | None) -> Words:
+def make_counters(shape: Sequence[int], device: torch.device | None) -> Words:
     """Return the row-major index of each entry of ``shape``, as words."""
     size = math.prod(shape)
     low = torch.arange(size, device=device)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.op_schema import facts, functional_of
+from forall._compat.op_schema import find_functional, get_facts
 from forall._compat.shapes import broadcast_shapes
-from forall._core.errors import columns
+from forall._core.errors import format_columns
 from forall._random import rejection
-from forall._random.continuous import HALVES, gumbel, normal, uniform, unit
-from forall._random.discrete import below, permutation
-from forall._random.keys import of_width, words
-from forall._random.threefry import counters
+from forall._random.continuous import HALVES, draw_unit, gumbel, normal, uniform
+from forall._random.discrete import draw_below, permutation
+from forall._random.keys import draw_bits, split_words
+from forall._random.threefry import make_counters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,33 +32,33 @@ FILL: dict[str, Callable] = {}
 OTHER: dict[str, Callable] = {}
 
 
-def draws(func: Any, args: tuple, kwargs: dict) -> bool:
+def has_draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """True if this call draws: attention without dropout does not, though its operator may."""
-    if _home(func) is not None:
+    if _find_table(func) is not None:
         return True
     return probability(func, args, kwargs) != 0
 
 
 def probability(func: Any, args: tuple, kwargs: dict) -> float:
-    for i, name in enumerate(facts(func).names):
+    for i, name in enumerate(get_facts(func).names):
         if name in {"dropout_p", "dropout", "p"}:
             return args[i] if i < len(args) else kwargs.get(name, 0)
     return 1  # it draws, and does not say how to turn that off
 
 
-def draw(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
+def run_with_key(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator with draws from ``key``, including its writes to arguments."""
-    fact = facts(func)
+    fact = get_facts(func)
     args = tuple(a for a in args if not isinstance(a, torch.Generator))
     kwargs = {k: a for k, a in kwargs.items() if k != "generator"}
     if fact.out_names:
-        return _out(key, func, args, kwargs)
-    home = _home(func)
+        return _draw_into_out(key, func, args, kwargs)
+    home = _find_table(func)
     if home is None:
-        raise _no_form(func)
+        raise _no_keyed_form_error(func)
     name = func.overloadpacket.__name__
     if home is NEW:
-        return _new(key, name, func, args, kwargs)
+        return _draw_new(key, name, func, args, kwargs)
     if home is OTHER:
         return OTHER[name](key, *args, **kwargs)
     x, *given = args
@@ -66,20 +66,20 @@ def draw(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
     return x.copy_(drawn) if fact.mutates else drawn.to(x.dtype)
 
 
-def _out(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
+def _draw_into_out(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator with ``out=``, which is resized to the result's shape."""
     name = func.overloadpacket.__name__
-    out = kwargs[facts(func).out_names[0]]
-    if _home(func) is NEW:
-        drawn = _new(key, name, func, args, {"dtype": out.dtype, "device": out.device})
+    out = kwargs[get_facts(func).out_names[0]]
+    if _find_table(func) is NEW:
+        drawn = _draw_new(key, name, func, args, {"dtype": out.dtype, "device": out.device})
     else:
-        drawn = draw(key, functional_of(func), args, {})
+        drawn = run_with_key(key, find_functional(func), args, {})
     if out.shape != drawn.shape:
         out.resize_(drawn.shape)
     return out.copy_(drawn)
 
 
-def _home(func: Any) -> dict | None:
+def _find_table(func: Any) -> dict | None:
     name = func.overloadpacket.__name__
     if name == "normal" and func._overloadname.startswith("float_float"):
         return NEW
@@ -90,10 +90,10 @@ def _home(func: Any) -> dict | None:
     return FILL if name.removesuffix("_") in FILL else None
 
 
-def _no_form(func: Any) -> NotImplementedError:
+def _no_keyed_form_error(func: Any) -> NotImplementedError:
     return NotImplementedError(
         f"{func.overloadpacket.__name__} draws inside a kernel that takes no keys.\n"
-        f"{columns([('operator', str(func)), ('asked for', 'draws that depend on a key')])}\n"
+        f"{format_columns([('operator', str(func)), ('asked for', 'draws that depend on a key')])}\n"
         "For attention use torch.nn.attention.sdpa_kernel(SDPBackend.MATH); else turn off its "
         "dropout, or draw with torch.rand."
     )
@@ -102,7 +102,7 @@ def _no_form(func: Any) -> NotImplementedError:
 # --- new tensors ---------------------------------------------------------------------------------
 
 
-def _new(key: Tensor, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
+def _draw_new(key: Tensor, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """Draw a new tensor of a size, or of the size of the first argument."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if name.endswith("_like"):
@@ -125,10 +125,12 @@ def _rand(key: Tensor, size: tuple, dtype: torch.dtype) -> Tensor:
 def _randint(key: Tensor, size: tuple, dtype: torch.dtype, *bounds: Any) -> Tensor:
     low, high = bounds if len(bounds) == 2 else (0, bounds[0])
     if not isinstance(high, Tensor):
-        _ask(low < high, f"random_ expects 'from' to be less than 'to', but got {low} >= {high}")
-        _ask(high - low < 1 << 63, "randint of 2**63 numbers and more has no keyed form")
+        _check_argument(
+            low < high, f"random_ expects 'from' to be less than 'to', but got {low} >= {high}"
+        )
+        _check_argument(high - low < 1 << 63, "randint of 2**63 numbers and more has no keyed form")
         high = torch.full((), high, device=key.device)
-    return (below(key, size, high - low) + low).to(dtype)
+    return (draw_below(key, size, high - low) + low).to(dtype)
 
 
 def _randperm(key: Tensor, size: tuple, dtype: torch.dtype, n: int) -> Tensor:
@@ -154,53 +156,55 @@ NEW |= {
 # --- in place ------------------------------------------------------------------------------------
 
 
-def _ask(holds: bool, otherwise: str) -> None:
+def _check_argument(holds: bool, otherwise: str) -> None:
     """Raise torch's own error for an argument unless a condition holds."""
     if not holds:
         raise RuntimeError(otherwise)
 
 
-def _working(dtype: torch.dtype) -> torch.dtype:
+def _working_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _normal(key: Tensor, size: Any, dtype: torch.dtype, mean: float = 0, std: float = 1) -> Tensor:
-    _ask(std >= 0, f"normal expects std >= 0.0, but found std {std}")
-    z = normal(key, size, dtype if dtype.is_complex else _working(dtype))
+    _check_argument(std >= 0, f"normal expects std >= 0.0, but found std {std}")
+    z = normal(key, size, dtype if dtype.is_complex else _working_dtype(dtype))
     return (z if (mean, std) == (0, 1) else z * std + mean).to(dtype)
 
 
 def _uniform(key: Tensor, size: Any, dtype: torch.dtype, low: float = 0, high: float = 1) -> Tensor:
-    _ask(low <= high, f"uniform_ expects to return a [from, to) range, but found {low} > {high}")
+    _check_argument(
+        low <= high, f"uniform_ expects to return a [from, to) range, but found {low} > {high}"
+    )
     return uniform(key, size, dtype, float(low), float(high))
 
 
 def _exponential(key: Tensor, size: Any, dtype: torch.dtype, lambd: float = 1) -> Tensor:
-    _ask(lambd > 0, f"exponential_ expects lambda > 0.0, but found lambda={lambd}")
-    working = _working(dtype)
-    e = -torch.log1p(-unit("exponential_", key, size, working))
+    _check_argument(lambd > 0, f"exponential_ expects lambda > 0.0, but found lambda={lambd}")
+    working = _working_dtype(dtype)
+    e = -torch.log1p(-draw_unit("exponential_", key, size, working))
     return e.clamp(min=torch.finfo(working).eps / 2) / lambd  # never 0: its logarithm is asked for
 
 
 def _geometric(key: Tensor, size: Any, dtype: torch.dtype, p: float) -> Tensor:
-    _ask(0 < p < 1, f"geometric_ expects p to be in (0, 1), but got p={p}")
-    u = unit("geometric_", key, size, _working(dtype))
+    _check_argument(0 < p < 1, f"geometric_ expects p to be in (0, 1), but got p={p}")
+    u = draw_unit("geometric_", key, size, _working_dtype(dtype))
     return (torch.log1p(-u) / math.log1p(-p)).ceil().clamp(min=1)
 
 
 def _cauchy(
     key: Tensor, size: Any, dtype: torch.dtype, median: float = 0, sigma: float = 1
 ) -> Tensor:
-    _ask(sigma > 0, f"cauchy_ expects sigma > 0.0, but found sigma={sigma}")
-    u = unit("cauchy_", key, size, _working(dtype))
+    _check_argument(sigma > 0, f"cauchy_ expects sigma > 0.0, but found sigma={sigma}")
+    u = draw_unit("cauchy_", key, size, _working_dtype(dtype))
     return torch.tan((u - 0.5) * math.pi) * sigma + median
 
 
 def _log_normal(
     key: Tensor, size: Any, dtype: torch.dtype, mean: float = 1, std: float = 2
 ) -> Tensor:
-    _ask(std > 0, f"log_normal_ expects std > 0.0, but found std={std}")
-    return torch.exp(_normal(key, size, _working(dtype), mean, std))
+    _check_argument(std > 0, f"log_normal_ expects std > 0.0, but found std={std}")
+    return torch.exp(_normal(key, size, _working_dtype(dtype), mean, std))
 
 
 def _random(key: Tensor, size: Any, dtype: torch.dtype, *bounds: Any) -> Tensor:
@@ -208,7 +212,7 @@ def _random(key: Tensor, size: Any, dtype: torch.dtype, *bounds: Any) -> Tensor:
     low, high = bounds if len(bounds) == 2 else (0, *bounds, None)[:2]
     if high is None:
         if dtype is torch.int64 and low == 0:
-            return of_width("random_", key, size, 64) & 0x7FFFFFFFFFFFFFFF
+            return draw_bits("random_", key, size, 64) & 0x7FFFFFFFFFFFFFFF
         high = 2 if dtype is torch.bool else _greatest(dtype) + 1
     return _randint(key, tuple(size), torch.int64, low, high)
 
@@ -221,9 +225,9 @@ def _greatest(dtype: torch.dtype) -> int:
 
 def _bernoulli(key: Tensor, size: Any, dtype: torch.dtype, p: Any = 0.5) -> Tensor:
     if isinstance(p, Tensor):
-        return unit("bernoulli_", key, size, _working(p.dtype)) < p.to(key.device)
-    _ask(0 <= p <= 1, f"bernoulli_ expects p to be in [0, 1], but got p={p}")
-    return unit("bernoulli_", key, size, torch.float32) < p
+        return draw_unit("bernoulli_", key, size, _working_dtype(p.dtype)) < p.to(key.device)
+    _check_argument(0 <= p <= 1, f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+    return draw_unit("bernoulli_", key, size, torch.float32) < p
 
 
 FILL |= {
@@ -247,8 +251,8 @@ def _normal_of(key: Tensor, mean: Any, std: Any = 1.0) -> Tensor:
     head = mean if isinstance(mean, Tensor) else std
     given = [a.shape for a in (mean, std) if isinstance(a, Tensor)]
     if not isinstance(std, Tensor):
-        _ask(std >= 0, f"normal expects std >= 0.0, but found std {std}")
-    dtype = head.dtype if head.dtype.is_complex else _working(head.dtype)
+        _check_argument(std >= 0, f"normal expects std >= 0.0, but found std {std}")
+    dtype = head.dtype if head.dtype.is_complex else _working_dtype(head.dtype)
     z = normal(key.to(head.device), broadcast_shapes(*given), dtype)
     return (z * std + mean).to(head.dtype)
 
@@ -258,35 +262,35 @@ def _bernoulli_of(key: Tensor, x: Tensor, p: Any = None) -> Tensor:
     return _bernoulli(key.to(x.device), x.shape, x.dtype, x if p is None else p).to(x.dtype)
 
 
-def _entrywise(operator: Callable) -> Callable:
+def _make_entrywise(operator: Callable) -> Callable:
     def draw_(key: Tensor, x: Tensor, *rest: Any) -> Tensor:
         shape = broadcast_shapes(x.shape, *(r.shape for r in rest if isinstance(r, Tensor)))
-        place = counters(shape, x.device)[1]
-        return operator(*words("draw", key.to(x.device)), place, x, *rest)
+        place = make_counters(shape, x.device)[1]
+        return operator(*split_words("draw", key.to(x.device)), place, x, *rest)
 
     return draw_
 
 
-def _fine(x: Tensor) -> Tensor:
+def _widen_half(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.dtype in HALVES else x
 
 
 def _gamma(key: Tensor, alpha: Tensor) -> Tensor:
-    return _entrywise(rejection.gamma)(key, _fine(alpha), False).to(alpha.dtype)
+    return _make_entrywise(rejection.gamma_operator)(key, _widen_half(alpha), False).to(alpha.dtype)
 
 
 def _dirichlet(key: Tensor, alpha: Tensor) -> Tensor:
-    log = _entrywise(rejection.gamma)(key, _fine(alpha), True)
+    log = _make_entrywise(rejection.gamma_operator)(key, _widen_half(alpha), True)
     return torch.softmax(log, -1).to(alpha.dtype)
 
 
 def _multinomial(key: Tensor, p: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
-    log, lead = _fine(p).log(), p.shape[:-1]
+    log, lead = _widen_half(p).log(), p.shape[:-1]
     key = key.to(p.device)
     if replacement:
         noise = gumbel(key, (*lead, num_samples, p.shape[-1]), log.dtype)
         return (log.unsqueeze(-2) + noise).argmax(-1)
-    _ask(
+    _check_argument(
         num_samples <= p.shape[-1],
         "cannot sample n_sample > prob_dist.size(-1) samples without replacement",
     )
@@ -337,8 +341,8 @@ OTHER |= {
     "normal": _normal_of,
     "bernoulli": _bernoulli_of,
     "multinomial": _multinomial,
-    "poisson": _entrywise(rejection.poisson),
-    "binomial": _entrywise(rejection.binomial),
+    "poisson": _make_entrywise(rejection.poisson_operator),
+    "binomial": _make_entrywise(rejection.binomial_operator),
     "_standard_gamma": _gamma,
     "_sample_dirichlet": _dirichlet,
     "native_dropout": _dropout,

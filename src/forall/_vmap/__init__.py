@@ -1,1 +1,1 @@
-"""The meaning of `vmap`: `Batched` values, the level that makes them, the rules for them."""
+"""The meaning of `vmap`: `BatchedTensor` values, the level that makes them, the rules for them."""

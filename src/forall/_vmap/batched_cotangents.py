@@ -3,8 +3,8 @@
 NOTE [dressed stacks]
     A pull-back of many cotangents at once runs under a level that records on its stacks
     (`VmapLevel.records_values`): there the history of a tensor hangs on the value, not on the
-    wrapper. So such wrappers are taken off before a node is recorded (`strip`), and put on again
-    inside the node or behind it (`dress`).
+    wrapper. So such wrappers are taken off before a node is recorded (`strip_cotangent_wrappers`), and put on again
+    inside the node or behind it (`wrap_cotangents`).
 
     A pull-back inside a running vmap has its level within that vmap's level. The wrapper of the
     pull-back stays outermost where values cross the boundary of the outer level, so that each
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forall._core.levels import deepest, level_of
-from forall._vmap.batched_tensor import Batched, wrap
+from forall._core.levels import find_innermost_of, level_of
+from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 
 if TYPE_CHECKING:
     import torch
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     from forall._core.levels import Level
     from forall._vmap.vmap_level import VmapLevel
 
-    Dress = tuple[tuple[VmapLevel, int | None], ...]
+    CotangentWrappers = tuple[tuple[VmapLevel, int | None], ...]
 
 
-def strip(tensor: torch.Tensor) -> tuple[torch.Tensor, Dress]:
+def strip_cotangent_wrappers(tensor: torch.Tensor) -> tuple[torch.Tensor, CotangentWrappers]:
     """Take off the wrappers around the tensor that carries the history; return both.
 
     See NOTE [dressed stacks].
     """
-    worn: Dress = ()
-    while isinstance(tensor, Batched) and tensor.level.records_values:
+    worn: CotangentWrappers = ()
+    while isinstance(tensor, BatchedTensor) and tensor.level.records_values:
         tensor.level.crosses = tensor.level.crosses or object()
         worn = ((tensor.level, tensor.axis), *worn)
         tensor = tensor.value
     return tensor, worn
 
 
-def dress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
+def wrap_cotangents(tensor: torch.Tensor, worn: CotangentWrappers) -> torch.Tensor:
     """Put the wrappers on again, the first one next to the tensor."""
     for level, axis in worn:
-        tensor = wrap(tensor, axis, level)
+        tensor = wrap_stack(tensor, axis, level)
     return tensor
 
 
-def undress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
+def unwrap_cotangents(tensor: torch.Tensor, worn: CotangentWrappers) -> torch.Tensor:
     """Take off these wrappers; each batch axis goes where it was when its wrapper was put on."""
     for level, axis in reversed(worn):
-        if isinstance(tensor, Batched) and tensor.level is level:
+        if isinstance(tensor, BatchedTensor) and tensor.level is level:
             value, now = tensor.value, tensor.axis
         else:
             value, now = tensor, None
@@ -66,29 +66,35 @@ def undress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
     return tensor
 
 
-def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
+def unwrap_at_node(
+    tensor: torch.Tensor, worn: CotangentWrappers
+) -> tuple[torch.Tensor, CotangentWrappers]:
     """Take off the wrappers of a node's other side, and those of pull-backs that have ended.
 
     A value that was the same for all cotangents of an ended pull-back gets one derivative from
     each: their sum.
     """
-    tensor = undress(tensor, worn)
-    while isinstance(tensor, Batched) and tensor.level.records_values and not tensor.level.active:
+    tensor = unwrap_cotangents(tensor, worn)
+    while (
+        isinstance(tensor, BatchedTensor)
+        and tensor.level.records_values
+        and not tensor.level.active
+    ):
         ended = ((tensor.level, None),)
-        tensor, worn = undress(tensor, ended), (*ended, *worn)
+        tensor, worn = unwrap_cotangents(tensor, ended), (*ended, *worn)
     return tensor, worn
 
 
-def is_within(tensor: torch.Tensor, level: VmapLevel) -> bool:
+def is_pullback_value(tensor: torch.Tensor, level: VmapLevel) -> bool:
     """True if ``tensor`` is a value of a pull-back that runs inside ``level``."""
     return (
-        isinstance(tensor, Batched)
+        isinstance(tensor, BatchedTensor)
         and tensor.level.records_values
         and level.is_outside(tensor.level)
     )
 
 
-def entering(stack: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]:
+def unwrap_on_entry(stack: BatchedTensor, axis: int) -> tuple[torch.Tensor, int, int | None]:
     """The value of a stack, the position of ``axis`` in it, and the stack's own axis without it."""
     n = stack.axis
     if n is None or axis < n:
@@ -96,7 +102,7 @@ def entering(stack: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]:
     return stack.value, axis + 1, n
 
 
-def leaving(example: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]:
+def unwrap_on_exit(example: BatchedTensor, axis: int) -> tuple[torch.Tensor, int, int | None]:
     """The value of an example, the position of ``axis`` in it, and the own axis beside it."""
     n = example.axis
     if n is None or axis <= n:
@@ -104,12 +110,12 @@ def leaving(example: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]
     return example.value, axis + 1, n
 
 
-def around_of(level: VmapLevel, args: tuple) -> Level:
+def find_enclosing_level(level: VmapLevel, args: tuple) -> Level:
     """The pull-back's level or an enclosing one: the one just inside the level of ``args``.
 
     A pull-back inside a vmap goes through nodes that were recorded outside of that vmap.
     """
-    inner = deepest(tuple(a.value if level_of(a) is level else a for a in args))
+    inner = find_innermost_of(tuple(a.value if level_of(a) is level else a for a in args))
     around: Level | None = level
     while around is not None and around.parent is not inner:
         around = around.parent

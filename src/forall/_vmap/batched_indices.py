@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._vmap.rule_makers.basic import (
-    Stack,
-    front,
+    MappedStack,
     is_mapped,
-    level_on,
-    lower,
+    lower_shared,
+    move_to_front,
+    reenter_level,
 )
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ Tensor = torch.Tensor
 MASKS = (torch.bool, torch.uint8)
 
 
-def examples_of(size: int, device: torch.device, rank: int) -> Tensor:
+def make_example_index(size: int, device: torch.device, rank: int) -> Tensor:
     """(B, 1, .., 1): the number of each example, to index its axis with."""
     return torch.arange(size, device=device).reshape(size, *(1,) * rank)
 
 
-class Places:
+class StackIndices:
     """The indices of ``x[i, :, j, ..]`` over stacks, and where their dims ``*I`` come out.
 
     Torch puts ``*I`` where the indices stand if they stand side by side (``lead`` dims before
@@ -37,22 +37,22 @@ class Places:
     __slots__ = ("adjacent", "consumed", "indices", "lead", "mapped", "rank")
 
     def __init__(self, size: int, indices: Sequence[Any]) -> None:
-        self.mapped = any(isinstance(i, Stack) for i in indices)
-        entries = _without_masks(indices) if self.mapped else list(indices)
+        self.mapped = any(isinstance(i, MappedStack) for i in indices)
+        entries = _replace_masks(indices) if self.mapped else list(indices)
         given = [n for n, i in enumerate(entries) if i is not None]
         self.lead = given[0]
         self.adjacent = given[-1] - given[0] + 1 == len(given)
         self.consumed = sum(entries[n].dim() if _is_mask(entries[n]) else 1 for n in given)
-        self.rank = max(_rank(entries[n]) for n in given)
-        self.indices = [_lined_up(i, self.rank) for i in entries]
+        self.rank = max(_index_rank(entries[n]) for n in given)
+        self.indices = [_pad_index_rank(i, self.rank) for i in entries]
 
-    def on_examples(self, size: int, device: torch.device) -> list:
+    def index_examples(self, size: int, device: torch.device) -> list:
         """The indices to apply to the stack (B, *S)."""
         if not self.mapped:
             return [None, *self.indices]
-        return [examples_of(size, device, self.rank), *self.indices]
+        return [make_example_index(size, device, self.rank), *self.indices]
 
-    def shift(self) -> tuple[list[int], list[int]] | None:
+    def find_dim_shift(self) -> tuple[list[int], list[int]] | None:
         """The positions of the moved dims in (B, *R), and in the result of indexing (B, *S)."""
         if self.mapped and self.adjacent and self.lead:
             block = range(1, self.rank + 1)
@@ -66,18 +66,18 @@ def _is_mask(i: Any) -> bool:
     return isinstance(i, Tensor) and i.dtype in MASKS
 
 
-def _rank(i: Any) -> int:
-    return i.v.dim() - 1 if isinstance(i, Stack) else 1 if _is_mask(i) else i.dim()
+def _index_rank(i: Any) -> int:
+    return i.v.dim() - 1 if isinstance(i, MappedStack) else 1 if _is_mask(i) else i.dim()
 
 
-def _lined_up(i: Any, rank: int) -> Any:
+def _pad_index_rank(i: Any, rank: int) -> Any:
     """(B, *I) with as many dims for each example as the longest index has."""
-    if not isinstance(i, Stack):
+    if not isinstance(i, MappedStack):
         return i
     return i.v.reshape(i.v.shape[0], *(1,) * (rank - i.v.dim() + 1), *i.v.shape[1:])
 
 
-def _without_masks(indices: Sequence[Any]) -> list:
+def _replace_masks(indices: Sequence[Any]) -> list:
     """Replace masks by the indices they name, which broadcast against indices with an axis B."""
     found: list = []
     for i in indices:
@@ -85,32 +85,32 @@ def _without_masks(indices: Sequence[Any]) -> list:
     return found
 
 
-def taken(indices: Sequence[Any], level: Any, mask: bool = False) -> list:
+def take_indices(indices: Sequence[Any], level: Any, mask: bool = False) -> list:
     """The indices as a rule gets them; a mapped mask as the indices it names, or as it is."""
     found: list = []
     for i in indices:
         if not is_mapped(i, level):
-            found.append(lower(i, level))
+            found.append(lower_shared(i, level))
         elif mask or i.dtype not in MASKS:
-            found.append(Stack(front(i)))
+            found.append(MappedStack(move_to_front(i)))
         else:
-            with level_on(level):
+            with reenter_level(level):
                 places = aten.nonzero.default(i)
-            found.extend(Stack(p) for p in front(places).unbind(2))
+            found.extend(MappedStack(p) for p in move_to_front(places).unbind(2))
     return found
 
 
-def lined(a: Any, size: int) -> Tensor:
+def stack_with_dim(a: Any, size: int) -> Tensor:
     """The stack (B, *S); an example of rank 0 gets one dim of size 1, to be indexed by dim 0."""
-    v = a.v if isinstance(a, Stack) else a.unsqueeze(0).expand(size, *a.shape)
+    v = a.v if isinstance(a, MappedStack) else a.unsqueeze(0).expand(size, *a.shape)
     return v.unsqueeze(1) if v.dim() == 1 else v
 
 
-def is_number(a: Any) -> bool:
-    return (a.v.dim() == 1) if isinstance(a, Stack) else a.dim() == 0
+def is_rank_zero(a: Any) -> bool:
+    return (a.v.dim() == 1) if isinstance(a, MappedStack) else a.dim() == 0
 
 
-def along(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+def expand_index(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     """(B, n) as an index of stacks of this shape, the same for all that lies beside ``dim``."""
     size, n = index.shape
     index = index.reshape(size, *(1,) * (dim - 1), n, *(1,) * (len(shape) - dim - 1))
@@ -119,20 +119,20 @@ def along(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     return index.expand(sizes)
 
 
-def flat(v: Tensor) -> Tensor:
+def flatten_examples(v: Tensor) -> Tensor:
     """(B, *S) -> (B, N)."""
     return v.flatten(1) if v.dim() > 1 else v.unsqueeze(1)
 
 
-def order(mask: Tensor) -> Tensor:
+def number_true_entries(mask: Tensor) -> Tensor:
     """(B, N): for each true entry which one it is, from 1; 0 for the false ones."""
-    mask = flat(mask)
+    mask = flatten_examples(mask)
     return mask.cumsum(1) * mask
 
 
-def in_order(mask: Tensor, source: Tensor) -> Tensor:
+def spread_over_mask(mask: Tensor, source: Tensor) -> Tensor:
     """(B, N): the entries of source (B, n), one after another, where the mask is true.
 
     Entry 0 is for the false ones; too short a source is out of bounds, as it has to be.
     """
-    return aten.constant_pad_nd.default(source, [1, 0]).gather(1, order(mask))
+    return aten.constant_pad_nd.default(source, [1, 0]).gather(1, number_true_entries(mask))

@@ -1,6 +1,6 @@
 """The autograd nodes through which values cross the boundary of a level.
 
-`Enter` (stack -> example) and `Exit` (example -> stack) are each other's derivative. `Share` brings
+`Unstack` (stack -> example) and `Restack` (example -> stack) are each other's derivative. `Broadcast` brings
 in a tensor from outside, the same for every example; its derivative is the sum over examples.
 Autograd itself takes derivatives of the examples; the rules run below it.
 """
@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import (
-    apply_function,
+    apply_own_function,
     functions_off,
+    get_users_tangent,
     has_tangent,
+    has_users_tangents,
     is_accumulating,
-    plain_alias,
-    torch_funcs,
-    users_tangent,
-    users_tangents,
+    is_functorch_wrapped,
+    make_plain_alias,
 )
-from forall._compat.op_schema import facts
+from forall._compat.op_schema import get_facts
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import columns, short
-from forall._core.levels import graph_free, level_of, lift, outside, second_name
-from forall._core.version_counter import Count
+from forall._core.errors import format_columns, format_short
+from forall._core.levels import alias_for_autograd, graph_free, level_of, lift, run_outside
+from forall._core.version_counter import VersionCount
 from forall._vmap.batched_cotangents import (
-    dress,
-    entering,
-    is_within,
-    leaving,
-    settle,
-    strip,
+    is_pullback_value,
+    strip_cotangent_wrappers,
+    unwrap_at_node,
+    unwrap_on_entry,
+    unwrap_on_exit,
+    wrap_cotangents,
 )
-from forall._vmap.batched_tensor import Batched, named, wrap
-from forall._vmap.lazy_grad.lazy_tensor import Unmade
+from forall._vmap.batched_tensor import BatchedTensor, wrap_existing, wrap_stack
+from forall._vmap.lazy_grad.lazy_tensor import LazyGrad
 
 if TYPE_CHECKING:
-    from forall._vmap.batched_cotangents import Dress
+    from forall._vmap.batched_cotangents import CotangentWrappers
     from forall._vmap.vmap_level import VmapLevel
 
 
@@ -46,10 +46,10 @@ _DETACH = torch.ops.aten.detach.default
 _DEVICE = torch.ops.prim.device.default  # a fake tensor is asked for it by autograd's nodes
 
 
-def refuse_torchs(tensor: torch.Tensor) -> None:
+def refuse_torch_transforms(tensor: torch.Tensor) -> None:
     """Refuse a tensor that a torch transform wrapped: torch's level lies inside all of ours."""
-    tangent = users_tangent(tensor)
-    if torch_funcs(tensor) or (tangent is not None and torch_funcs(tangent)):
+    tangent = get_users_tangent(tensor)
+    if is_functorch_wrapped(tensor) or (tangent is not None and is_functorch_wrapped(tangent)):
         raise NotImplementedError(
             "vmap: a transform of torch (torch.vmap, torch.func, or torch.autograd with "
             "is_grads_batched=True or vectorize=True) runs through a call of forall.vmap.\n"
@@ -59,8 +59,8 @@ def refuse_torchs(tensor: torch.Tensor) -> None:
         )
 
 
-def all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> None:
-    """Refuse an operator that autograd recorded on a tensor from outside, past `Share`.
+def check_all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> None:
+    """Refuse an operator that autograd recorded on a tensor from outside, past `Broadcast`.
 
     The function mode cannot share what it does not see: transforms of torch.func wrap their
     primals in C++. The derivative would be that of one example, or a value of the ended level.
@@ -69,138 +69,152 @@ def all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> None:
         return
     for t in met:
         if t.requires_grad and level_of(t) is not level and not is_accumulating():
-            if func is _DETACH or facts(func).mutates:
+            if func is _DETACH or get_facts(func).mutates:
                 return
             raise NotImplementedError(
                 f"vmap: {func} reached a tensor from outside that requires grad by a way on which "
                 "it could not be shared.\n"
-                f"{columns([('from outside', short(t))])}\n"
+                f"{format_columns([('from outside', format_short(t))])}\n"
                 "A transform of torch.func inside vmap does so with its argument.\n"
                 "Use forall's transform, or give it a clone made inside the function (.clone())."
             )
 
 
-def carries(tensor: torch.Tensor) -> bool:
+def needs_boundary_node(tensor: torch.Tensor) -> bool:
     """True if autograd must record that this tensor crosses."""
     return (tensor.requires_grad and torch.is_grad_enabled()) or (
-        users_tangents() and has_tangent(tensor)
+        has_users_tangents() and has_tangent(tensor)
     )
 
 
-def _is_bare(stack: torch.Tensor) -> bool:
+def _is_plain_stack(stack: torch.Tensor) -> bool:
     """True if a stack is plain numbers: no history, tangent, lazy bit or other level."""
     return (
         type(stack) is torch.Tensor
         and not (stack.requires_grad or stack.is_complex() or stack.is_neg())
-        and not (users_tangents() or torch_funcs(stack))
+        and not (has_users_tangents() or is_functorch_wrapped(stack))
     )
 
 
-def _is_ours(example: torch.Tensor, level: VmapLevel) -> bool:
+def _is_plain_value(example: torch.Tensor, level: VmapLevel) -> bool:
     """True if ``example`` is a value of ``level`` without history."""
-    return type(example) is Batched and example.level is level and not example.requires_grad
+    return type(example) is BatchedTensor and example.level is level and not example.requires_grad
 
 
-def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
+def stack_to_example(
+    stack: torch.Tensor, axis: int, level: VmapLevel, worn: CotangentWrappers = ()
+) -> torch.Tensor:
     """A stack from just outside ``level`` as one example of it."""
     with functions_off():
-        if not worn and _is_bare(stack):
-            return _from_outside(wrap(stack, axis, level), stack, stack)
-        if is_within(stack, level):
-            value, at, n = entering(stack, axis)
-            return wrap(enter(value, at, level, worn), n, stack.level)
-        refuse_torchs(stack)
+        if not worn and _is_plain_stack(stack):
+            return _mark_external(wrap_stack(stack, axis, level), stack, stack)
+        if is_pullback_value(stack, level):
+            value, at, n = unwrap_on_entry(stack, axis)
+            return wrap_stack(stack_to_example(value, at, level, worn), n, stack.level)
+        refuse_torch_transforms(stack)
         if stack.is_complex() and stack.is_conj():
             stack = stack.resolve_conj()
         if stack.is_neg():
             stack = stack.resolve_neg()
         stack = lift(stack, level.parent) if stack.requires_grad else stack
-        bare, wears = strip(stack)
+        bare, wears = strip_cotangent_wrappers(stack)
         worn = (*wears, *worn)
-        if carries(bare):
-            return apply_function(Enter, bare, axis, level, worn)
-        return _entered(bare, axis, level, worn)
+        if needs_boundary_node(bare):
+            return apply_own_function(Unstack, bare, axis, level, worn)
+        return _wrap_entering(bare, axis, level, worn)
 
 
-def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
+def example_to_stack(
+    example: torch.Tensor, axis: int, level: VmapLevel, worn: CotangentWrappers = ()
+) -> torch.Tensor:
     """One example of ``level`` as a stack just outside it, examples at ``axis``."""
     with functions_off():
-        if is_within(example, level):
-            value, at, n = leaving(example, axis)
-            return wrap(leave(value, at, level, worn), n, example.level)
-        if type(example) is Batched and example.level is not level:
-            example = example.level.completed(example, level)
-        if not worn and _is_ours(example, level) and _is_bare(example.value):
+        if is_pullback_value(example, level):
+            value, at, n = unwrap_on_exit(example, axis)
+            return wrap_stack(example_to_stack(value, at, level, worn), n, example.level)
+        if type(example) is BatchedTensor and example.level is not level:
+            example = example.level.complete_gradient_for(example, level)
+        if not worn and _is_plain_value(example, level) and _is_plain_stack(example.value):
             if example.axis is not None:
-                return _own(example, example.value, axis)
-            return _left(example, axis, level)
-        refuse_torchs(example)
-        crosses = carries(example)
-        if crosses:  # by `Share` first, if it is a captured tensor
+                return _take_stack(example, example.value, axis)
+            return _unwrap_leaving(example, axis, level)
+        refuse_torch_transforms(example)
+        crosses = needs_boundary_node(example)
+        if crosses:  # by `Broadcast` first, if it is a captured tensor
             example = lift(example, level)
         # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
         # that a value holds, and its history further out, would be cut.
-        value, worn = settle(_left(example, axis, level), worn)
+        value, worn = unwrap_at_node(_unwrap_leaving(example, axis, level), worn)
         if not crosses:
             return value
-        bare, wears = strip(value)
+        bare, wears = strip_cotangent_wrappers(value)
         # Another tensor than the value: it gets a history that may have saved the value. A tangent
         # that the value has comes from outside, and crosses as the example's.
         wrapped = isinstance(bare, Wrapper)
-        made = [second_name(bare) if wrapped else plain_alias(bare, moves=False)]
-        if isinstance(example, Batched) and example.family is not None:
-            example.family.left = Count(bare)
-        return dress(apply_function(Exit, example, made, axis, level, (*wears, *worn)), wears)
+        made = [alias_for_autograd(bare) if wrapped else make_plain_alias(bare, moves=False)]
+        if isinstance(example, BatchedTensor) and example.family is not None:
+            example.family.left = VersionCount(bare)
+        return wrap_cotangents(
+            apply_own_function(Restack, example, made, axis, level, (*wears, *worn)), wears
+        )
 
 
-def share(tensor: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+def broadcast_to_examples(tensor: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     """A tensor of the level just outside, the same for every example of ``level``."""
     with functions_off():
-        if carries(tensor):
-            return apply_function(Share, tensor, level)
-        return _shared(tensor, level)
+        if needs_boundary_node(tensor):
+            return apply_own_function(Broadcast, tensor, level)
+        return _wrap_shared(tensor, level)
 
 
-def hand_back(example: torch.Tensor, stack: torch.Tensor, axis: int, level: VmapLevel) -> bool:
+def hand_back_history(
+    example: torch.Tensor, stack: torch.Tensor, axis: int, level: VmapLevel
+) -> bool:
     """Give a mapped argument the history of what the examples have written into it, if they have.
 
     Its numbers are there already: rules write into the caller's memory, but below autograd.
     """
     node = example.grad_fn
-    if node is None or isinstance(node, Enter._backward_cls):
+    if node is None or isinstance(node, Unstack._backward_cls):
         return False
-    stack.copy_(leave(example, axis, level))
-    if isinstance(example, Batched) and example.came is not None:
-        example.came.renew()
+    stack.copy_(example_to_stack(example, axis, level))
+    if isinstance(example, BatchedTensor) and example.source_version is not None:
+        example.source_version.renew()
     return True
 
 
-def keep(example: Batched) -> torch.Tensor:
+def keep_shared(example: BatchedTensor) -> torch.Tensor:
     """The value that is left of one that all examples share, when its level has ended."""
     with functions_off():
-        return apply_function(Keep, example, example.level) if carries(example) else example.value
+        return (
+            apply_own_function(KeepFirst, example, example.level)
+            if needs_boundary_node(example)
+            else example.value
+        )
 
 
-def _entered(bare: torch.Tensor, axis: int, level: VmapLevel, worn: Dress) -> Batched:
+def _wrap_entering(
+    bare: torch.Tensor, axis: int, level: VmapLevel, worn: CotangentWrappers
+) -> BatchedTensor:
     free = graph_free(bare)
-    return _from_outside(wrap(dress(free, worn), axis, level), bare, free)
+    return _mark_external(wrap_stack(wrap_cotangents(free, worn), axis, level), bare, free)
 
 
-def _shared(tensor: torch.Tensor, level: VmapLevel) -> Batched:
+def _wrap_shared(tensor: torch.Tensor, level: VmapLevel) -> BatchedTensor:
     free = graph_free(tensor)
-    return _from_outside(named(free, None, level), tensor, free)
+    return _mark_external(wrap_existing(free, None, level), tensor, free)
 
 
-def _from_outside(b: Batched, tensor: torch.Tensor, free: torch.Tensor) -> Batched:
+def _mark_external(b: BatchedTensor, tensor: torch.Tensor, free: torch.Tensor) -> BatchedTensor:
     """Mark ``b`` as a tensor from outside; ``free`` is that tensor without history."""
     own: Any = b.__dict__
-    own["older"], own["came"] = True, Count(tensor if isinstance(tensor, Wrapper) else free)
+    own["older"], own["came"] = True, VersionCount(tensor if isinstance(tensor, Wrapper) else free)
     return b
 
 
-def _left(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
+def _unwrap_leaving(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
     """The stack itself where it is ours alone; a copy where it is older or shared by all."""
-    if isinstance(example, Batched) and example.level is level:
+    if isinstance(example, BatchedTensor) and example.level is level:
         value, now = example.value, example.axis
     else:
         value, now = graph_free(example), None
@@ -211,22 +225,22 @@ def _left(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
             .expand(*value.shape[:axis], level.size, *value.shape[axis:])
             .clone(memory_format=torch.contiguous_format)
         )
-    return _own(example, value, axis)
+    return _take_stack(example, value, axis)
 
 
-def _own(example: Batched, value: torch.Tensor, axis: int) -> torch.Tensor:
+def _take_stack(example: BatchedTensor, value: torch.Tensor, axis: int) -> torch.Tensor:
     """The stack of a mapped value; a copy if it was there before the call."""
-    if example.older:
+    if example.is_external:
         value = value.clone()
     return value if example.axis == axis else value.movedim(example.axis, axis)
 
 
-class Enter(torch.autograd.Function):
+class Unstack(torch.autograd.Function):
     """(.., B, ..) -> one example."""
 
     @staticmethod
     def forward(stack, axis, level, worn):
-        return _entered(stack, axis, level, worn)
+        return _wrap_entering(stack, axis, level, worn)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -235,17 +249,17 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         if ctx.level.active:
-            ctx.level.ledger.keep_grads(ctx)
-        g = _without_tangents(g, ctx.level)
-        with outside(ctx.level):
-            return leave(g, ctx.axis, ctx.level, ctx.worn), None, None, None
+            ctx.level.mutation_log.keep_grads(ctx)
+        g = _drop_tangents(g, ctx.level)
+        with run_outside(ctx.level):
+            return example_to_stack(g, ctx.axis, ctx.level, ctx.worn), None, None, None
 
     @staticmethod
     def jvp(ctx, t, *_):
-        return None if t is None else enter(t, ctx.axis, ctx.level, ctx.worn)
+        return None if t is None else stack_to_example(t, ctx.axis, ctx.level, ctx.worn)
 
 
-class Exit(torch.autograd.Function):
+class Restack(torch.autograd.Function):
     """One example -> (.., B, ..); the stack is computed beforehand."""
 
     @staticmethod
@@ -258,20 +272,20 @@ class Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        with outside(ctx.level):
-            return enter(g, ctx.axis, ctx.level, ctx.worn), None, None, None, None
+        with run_outside(ctx.level):
+            return stack_to_example(g, ctx.axis, ctx.level, ctx.worn), None, None, None, None
 
     @staticmethod
     def jvp(ctx, t, *_):
-        return None if t is None else leave(t, ctx.axis, ctx.level, ctx.worn)
+        return None if t is None else example_to_stack(t, ctx.axis, ctx.level, ctx.worn)
 
 
-class Share(torch.autograd.Function):
+class Broadcast(torch.autograd.Function):
     """One tensor from outside, the same for every example; its derivative is the sum over them."""
 
     @staticmethod
     def forward(tensor, level):
-        return _shared(tensor, level)
+        return _wrap_shared(tensor, level)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -282,23 +296,23 @@ class Share(torch.autograd.Function):
     def backward(ctx, g):
         if ctx.level.active:
             if ctx.leaf is not None:
-                ctx.level.ledger.leaves.add(ctx.leaf)
-            ctx.level.ledger.keep_grads(ctx)
-        g = _without_tangents(g, ctx.level)
-        with outside(ctx.level):
-            return summed(g, ctx.level), None
+                ctx.level.mutation_log.leaves.add(ctx.leaf)
+            ctx.level.mutation_log.keep_grads(ctx)
+        g = _drop_tangents(g, ctx.level)
+        with run_outside(ctx.level):
+            return sum_over_examples(g, ctx.level), None
 
     @staticmethod
     def jvp(ctx, t, _level):
-        return None if t is None else share(t, ctx.level)
+        return None if t is None else broadcast_to_examples(t, ctx.level)
 
 
-class Total(torch.autograd.Function):
-    """The sum over examples of a lazy gradient: the transpose of `Share`."""
+class SumOverBatch(torch.autograd.Function):
+    """The sum over examples of a lazy gradient: the transpose of `Broadcast`."""
 
     @staticmethod
     def forward(g):
-        return g.total()
+        return g.sum_examples()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -306,23 +320,23 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        with outside(ctx.level):
-            return share(g, ctx.level)
+        with run_outside(ctx.level):
+            return broadcast_to_examples(g, ctx.level)
 
     @staticmethod
     def jvp(ctx, t):
-        return None if t is None else summed(t, ctx.level)
+        return None if t is None else sum_over_examples(t, ctx.level)
 
 
-class Keep(torch.autograd.Function):
+class KeepFirst(torch.autograd.Function):
     """A value shared by all examples, kept after the call as the loop's first example left it.
 
-    Its derivative goes to the first example alone: `Share` would count it once for each example.
+    Its derivative goes to the first example alone: `Broadcast` would count it once for each example.
     """
 
     @staticmethod
     def forward(example, level):
-        return second_name(example.value)
+        return alias_for_autograd(example.value)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -330,37 +344,48 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        with outside(ctx.level), functions_off():
+        with run_outside(ctx.level), functions_off():
             nothing = g.new_zeros(()).expand(ctx.level.size - 1, *g.shape)
-            return enter(torch.cat([g.unsqueeze(0), nothing]), 0, ctx.level), None
+            return stack_to_example(torch.cat([g.unsqueeze(0), nothing]), 0, ctx.level), None
 
     @staticmethod
     def jvp(ctx, t, _level):
-        return None if t is None else keep(t)
+        return None if t is None else keep_shared(t)
 
 
-def _without_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+def _drop_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     """Drop tangents of a `jvp` inside ``level`` from a gradient that a pass takes further out."""
-    while isinstance(g, Wrapper) and not isinstance(g, Batched) and level.root in g.level.around:
-        with outside(g.level):
-            g = g.level.afterwards(g)
+    while (
+        isinstance(g, Wrapper) and not isinstance(g, BatchedTensor) and level.root in g.level.around
+    ):
+        with run_outside(g.level):
+            g = g.level.fallback_value(g)
     return g
 
 
-def summed(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
-    if type(g) is Unmade and g.level is level:
-        if not carries(g):
-            return settle(g.total(), ())[0]
-        if not g.peels:
-            return apply_function(Total, g)
-        g.made()
-    if isinstance(g, Batched) and g.level is level and g.axis is None and not carries(g):
-        return g.value * _count(level)
-    stack = leave(g, 0, level)
+def sum_over_examples(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+    if type(g) is LazyGrad and g.level is level:
+        if not needs_boundary_node(g):
+            return unwrap_at_node(g.sum_examples(), ())[0]
+        if not g.records_on_value:
+            return apply_own_function(SumOverBatch, g)
+        g.materialize()
+    if (
+        isinstance(g, BatchedTensor)
+        and g.level is level
+        and g.axis is None
+        and not needs_boundary_node(g)
+    ):
+        return g.value * _count_gradients(level)
+    stack = example_to_stack(g, 0, level)
     # Directions of one call have one gradient, whatever the axis it came out with.
-    return stack.sum(0) if _count(level) == level.size else stack[0] * _count(level)
+    return (
+        stack.sum(0)
+        if _count_gradients(level) == level.size
+        else stack[0] * _count_gradients(level)
+    )
 
 
-def _count(level: VmapLevel) -> int:
+def _count_gradients(level: VmapLevel) -> int:
     """The number of gradients of one shared value: one for each call of the function."""
     return level.calls if level.active and level.calls is not None else level.size

@@ -12,11 +12,11 @@ import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import users_line
-from forall._core.divergence import Parted
-from forall._core.levels import outside, stack, top
-from forall._vmap.batched_tensor import Batched
-from forall._vmap.concretize_listeners import heard, tracers_hear
+from forall._core.call_site import find_users_line
+from forall._core.divergence import Diverged
+from forall._core.levels import run_outside, stack, top
+from forall._vmap.batched_tensor import BatchedTensor
+from forall._vmap.concretize_listeners import notify_if_traced, notify_listeners
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-def answers(t: Tensor) -> tuple[Tensor, list]:
+def read_answers(t: Tensor) -> tuple[Tensor, list]:
     """All values (n_1, .., n_k, *S) of examples of shape (*S), and the k levels that differ."""
     if not isinstance(t, Wrapper):
         with no_dispatch(), functions_off():
             return t.detach(), []
-    if type(t) is not Batched:
-        with functions_off(), outside(t.level):
-            return answers(t.level.afterwards(t))
-    values, levels = answers(t.value)
+    if type(t) is not BatchedTensor:
+        with functions_off(), run_outside(t.level):
+            return read_answers(t.level.fallback_value(t))
+    values, levels = read_answers(t.value)
     if t.axis is None:
         return values, levels
-    tracers_hear()
+    notify_if_traced()
     with no_dispatch(), functions_off():
         return values.movedim(len(levels) + t.axis, len(levels)), [*levels, t.level]
 
 
-def truths(t: Tensor) -> Callable[[], Tensor] | None:
+def make_truth_reader(t: Tensor) -> Callable[[], Tensor] | None:
     """A function that reads a boolean tensor's values of all examples; None for other dtypes."""
-    return (lambda: answers(t)[0]) if t.dtype is torch.bool else None
+    return (lambda: read_answers(t)[0]) if t.dtype is torch.bool else None
 
 
-def plain_numbers(x: Any) -> Tensor | None:
+def get_plain_numbers(x: Any) -> Tensor | None:
     """The stack of a tensor with one entry, if no level but its own has a part in it; else None.
 
     A short way for the common case.
     """
-    if type(x) is not Batched or x.axis is None or type(x.value) is not torch.Tensor:
+    if type(x) is not BatchedTensor or x.axis is None or type(x.value) is not torch.Tensor:
         return None
     stack.asked = True
     if stack.listening:
@@ -60,14 +60,14 @@ def plain_numbers(x: Any) -> Tensor | None:
     return x.value if alone else None
 
 
-def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
+def concretize(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
     """Return the one value of all examples that run.
 
-    Where they differ, raise `Parted` to run them in groups, or ``complaint`` if the level cannot.
+    Where they differ, raise `Diverged` to run them in groups, or ``complaint`` if the level cannot.
     """
     stack.asked = True
-    tracers_hear()
-    values, levels = answers(of_those_that_run(asked))
+    notify_if_traced()
+    values, levels = read_answers(restrict_if_stale(asked))
     with no_dispatch(), functions_off():
         for level in levels:
             if not level.size:
@@ -75,26 +75,28 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
             rows = values.reshape(level.size, -1)
             rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
             if level.size > 1 and not _are_equal(rows):
-                groups = _groups(rows)
+                groups = _group_equal_rows(rows)
                 if len(groups) > 1:
-                    raise apart(level, groups, complaint)
+                    raise make_divergence(level, groups, complaint)
             values = values[0]
     return values
 
 
-def of_those_that_run(t: Tensor) -> Tensor:
+def restrict_if_stale(t: Tensor) -> Tensor:
     """Restrict a tensor that may be one of more examples."""
     if not stack.parted:
         return t
     from forall._vmap.active_set.merge import (  # imports the level, which imports this
         is_stale,
-        narrow,
+        restrict_to_running,
     )
 
-    return narrow(t) if is_stale(t) else t
+    return restrict_to_running(t) if is_stale(t) else t
 
 
-def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
+def make_divergence(
+    level: Any, groups: list[list[int]], complaint: Callable[[], Exception]
+) -> BaseException:
     """The exception to raise where the examples of ``level`` diverge."""
     if not level.parts:
         return complaint()
@@ -111,8 +113,8 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
         groups = [[rows[n] for n in g] for g in groups]
         others = sorted({*range(root.size)} - {*rows})
         groups = [*groups, others] if others else groups
-    root.parted, root.parted_at = groups, users_line()
-    return Parted(root, groups, root.parted_at)
+    root.parted, root.parted_at = groups, find_users_line()
+    return Diverged(root, groups, root.parted_at)
 
 
 def _are_equal(rows: Tensor) -> bool:
@@ -125,7 +127,7 @@ def _are_equal(rows: Tensor) -> bool:
     return torch.equal(signs[1:], signs[:-1])
 
 
-def _groups(rows: Tensor) -> list[list[int]]:
+def _group_equal_rows(rows: Tensor) -> list[list[int]]:
     """The numbers of equal rows (B, N), in the order of their first ones. NaN equals NaN."""
     if rows.shape[1] == 1 and rows.dtype == torch.bool:
         found = [rows[:, 0].nonzero()[:, 0].tolist(), (~rows[:, 0]).nonzero()[:, 0].tolist()]
@@ -137,15 +139,15 @@ def _groups(rows: Tensor) -> list[list[int]]:
     return list(same.values())
 
 
-def told(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
-    """Return `one_answer` to user code, and tell the listeners."""
+def concretize_for_user(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
+    """Return `concretize` to user code, and tell the listeners."""
     if stack.listening:
-        heard(truths(asked))
-    return one_answer(asked, complaint)
+        notify_listeners(make_truth_reader(asked))
+    return concretize(asked, complaint)
 
 
-def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
+def concretize_number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
     """The Python number of a tensor with one entry."""
-    answer = told(t, complaint)
+    answer = concretize_for_user(t, complaint)
     with no_dispatch(), functions_off():
         return answer.item()

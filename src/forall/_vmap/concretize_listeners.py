@@ -1,4 +1,4 @@
-"""Listeners that are told when Python asks examples for a value: `max_steps`, `explain`, a tracer.
+"""Listeners that are told when Python asks examples for a value: `check_max_steps`, `explain`, a tracer.
 
 Without any of these `stack.listening` is empty.
 """
@@ -17,12 +17,12 @@ from forall._compat.exception_safety import contextmanager
 from forall._core.call_site import (
     OURS,
     TORCH,
-    Place,
-    users_frame,
-    users_line,
+    SourceLine,
+    find_users_frame,
+    find_users_line,
 )
-from forall._core.divergence import Parted
-from forall._core.errors import Call, columns
+from forall._core.divergence import Diverged
+from forall._core.errors import TransformCall, format_columns
 from forall._core.levels import stack
 
 if TYPE_CHECKING:
@@ -42,44 +42,44 @@ class Listener(Protocol):
 
     def give_up(self, why: str) -> None: ...
 
-    def heard(self, frame: FrameType, truths: Truths | None = None) -> None: ...
+    def on_concretize(self, frame: FrameType, truths: Truths | None = None) -> None: ...
 
-    def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
+    def split(self, place: SourceLine, sizes: tuple[int, ...]) -> None: ...
 
-    def mark(self) -> Any: ...
+    def take_snapshot(self) -> Any: ...
 
-    def back_to(self, mark: Any) -> None: ...
+    def restore_snapshot(self, mark: Any) -> None: ...
 
 
-def heard(truths: Truths | None = None) -> None:
+def notify_listeners(truths: Truths | None = None) -> None:
     """Tell the listeners that Python asks the examples that run.
 
     ``truths`` reads the answers of yes or no, if these can be read.
     """
-    frame = users_frame(sys._getframe(1), (OURS,))
+    frame = find_users_frame(sys._getframe(1), (OURS,))
     for listener in stack.listening:
-        listener.heard(frame, truths)
+        listener.on_concretize(frame, truths)
 
 
-def tracers_hear() -> None:
+def notify_if_traced() -> None:
     """Tell the listeners, only if a tracer is on, that numbers of each example are kept."""
-    if trace_modes.are_on():
-        heard()
+    if trace_modes.is_tracer_on():
+        notify_listeners()
 
 
-def where(frame: FrameType) -> tuple[CodeType, Any]:
+def get_code_position(frame: FrameType) -> tuple[CodeType, Any]:
     """The code of a frame and its position there; Python may have one test twice in its code."""
     code = frame.f_code
-    return code, _positions(code)[frame.f_lasti // 2]
+    return code, _get_code_positions(code)[frame.f_lasti // 2]
 
 
 @lru_cache(maxsize=64)
-def _positions(code: CodeType) -> list[Any]:
+def _get_code_positions(code: CodeType) -> list[Any]:
     return [*code.co_positions()]
 
 
 @contextmanager
-def heard_by(listeners: list[Listener]) -> Iterator[None]:
+def add_listeners(listeners: list[Listener]) -> Iterator[None]:
     before = stack.listening
     stack.listening = (*before, *listeners)
     try:
@@ -88,51 +88,51 @@ def heard_by(listeners: list[Listener]) -> Iterator[None]:
         stack.listening = before
 
 
-def repeatable(run: Callable[[], Any]) -> Any:
+def run_repeatably(run: Callable[[], Any]) -> Any:
     """Return ``run()``; if its examples diverge, forget its questions: it is made again."""
     if stack.late is not None:
         stack.late()
     if not stack.listening:
         return run()
-    marks = [(listener, listener.mark()) for listener in stack.listening]
+    marks = [(listener, listener.take_snapshot()) for listener in stack.listening]
     try:
         return run()
-    except Parted as parted:
+    except Diverged as parted:
         for listener, mark in marks:
-            listener.back_to(mark)
+            listener.restore_snapshot(mark)
             listener.split(parted.place, tuple(map(len, parted.groups)))
         raise
 
 
-class Traced:
+class TracerListener:
     """A listener that raises, while a tracer of torch runs: its program would fix the answer."""
 
     writes = True
     is_idle = False
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: TransformCall) -> None:
         self.call = call
 
     def give_up(self, why: str) -> None: ...
 
-    def heard(self, frame: FrameType, truths: Truths | None = None) -> None:
-        place = users_line()
+    def on_concretize(self, frame: FrameType, truths: Truths | None = None) -> None:
+        place = find_users_line()
         raise RuntimeError(
             f"{self.call}: traced (by make_fx, or on fake tensors), and asks for an example's "
             "numbers.\n"
-            f"{columns([('at', str(place), place.text())])}\n"
+            f"{format_columns([('at', str(place), place.text())])}\n"
             "A trace is one line of operators for all inputs. Use torch.where, and a tensor in the "
             "place of the number."
         )
 
-    def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
+    def split(self, place: SourceLine, sizes: tuple[int, ...]) -> None: ...
 
-    def mark(self) -> Any: ...
+    def take_snapshot(self) -> Any: ...
 
-    def back_to(self, mark: Any) -> None: ...
+    def restore_snapshot(self, mark: Any) -> None: ...
 
 
-class Limit:
+class StepLimit:
     """A limit of how often each example may ask one question in a run of a level."""
 
     writes = False
@@ -140,16 +140,16 @@ class Limit:
 
     def give_up(self, why: str) -> None: ...
 
-    def __init__(self, call: Call, level: Any, steps: int) -> None:
+    def __init__(self, call: TransformCall, level: Any, steps: int) -> None:
         self.call, self.level, self.steps = call, level, steps
         self.counts: dict[Any, torch.Tensor] = {}
         self.reached: RuntimeError | None = None
 
-    def heard(self, frame: FrameType, truths: Truths | None = None) -> None:
-        level = self.level.acting
+    def on_concretize(self, frame: FrameType, truths: Truths | None = None) -> None:
+        level = self.level.acting_level
         if frame.f_code.co_filename.startswith(TORCH):
             return  # torch's code may go through a list of its own
-        key = where(frame)
+        key = get_code_position(frame)
         with functions_off(), no_dispatch():
             counts = self.counts.get(key)
             if counts is None:
@@ -158,31 +158,33 @@ class Limit:
             counts[rows] += 1
             if int(counts.max()) > self.steps + 1:
                 late = (counts > self.steps + 1).nonzero()[:, 0].tolist()
-                self.reached = self._endless(Place(frame.f_code.co_filename, frame.f_lineno), late)
+                self.reached = self._make_limit_error(
+                    SourceLine(frame.f_code.co_filename, frame.f_lineno), late
+                )
                 raise self.reached
 
-    def _endless(self, place: Place, late: list[int]) -> RuntimeError:
+    def _make_limit_error(self, place: SourceLine, late: list[int]) -> RuntimeError:
         numbers = self.level.origin.numbers
-        who = listed([numbers[n] for n in late])
+        who = format_examples([numbers[n] for n in late])
         rows = [("at", f"{place}   {place.text()}".rstrip()), ("goes on", who)]
         return RuntimeError(
             f"{self.call}: the loop goes on after max_steps={self.steps} steps.\n"
-            f"{columns(rows)}\n"
+            f"{format_columns(rows)}\n"
             "Allow more steps, or let the test end the loop sooner."
         )
 
-    def split(self, place: Place, sizes: tuple[int, ...]) -> None:
+    def split(self, place: SourceLine, sizes: tuple[int, ...]) -> None:
         pass
 
-    def mark(self) -> Any:
+    def take_snapshot(self) -> Any:
         with functions_off(), no_dispatch():
             return {key: counts.clone() for key, counts in self.counts.items()}
 
-    def back_to(self, mark: Any) -> None:
+    def restore_snapshot(self, mark: Any) -> None:
         self.counts = mark
 
 
-def listed(numbers: Sequence[int]) -> str:
+def format_examples(numbers: Sequence[int]) -> str:
     """The numbers of examples, the first few of them."""
     more = ", ..." if len(numbers) > 8 else ""
     count = f" ({len(numbers)} of them)" if more else ""

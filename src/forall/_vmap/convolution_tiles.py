@@ -28,13 +28,13 @@ _ALL, _PIECE = 12 << 20, 4 << 20  # bytes of images and results, for one thread 
 _BLOCKS = 16
 
 
-def comes_apart(v: Tensor, w: Tensor) -> bool:
+def can_run_in_pieces(v: Tensor, w: Tensor) -> bool:
     """True if a kernel that gains by pieces takes these images (N, *)."""
     plain = type(v) is Tensor and type(w) in PLAIN and v.is_cpu and v.dim() > 2
     return plain and v.dtype == w.dtype == torch.float32 and v.shape[1] >= _BLOCKS
 
 
-def by_pieces(op: Callable[[Tensor], Tensor], images: Tensor, made: float) -> Tensor:
+def run_in_pieces(op: Callable[[Tensor], Tensor], images: Tensor, made: float) -> Tensor:
     """Apply ``op`` to the images (N, *) in pieces; of each image it makes ``made`` entries."""
     share = max(1, torch.get_num_threads() // 2)
     size = len(images) * (prod(images.shape[1:]) + made) * images.element_size()

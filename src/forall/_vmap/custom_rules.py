@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import custom_op, pytree
-from forall._compat.op_schema import facts
-from forall._core.errors import columns, kind, short
+from forall._compat.op_schema import get_facts
+from forall._core.errors import format_columns, format_short, type_name_of
 from forall._vmap import registry
 from forall._vmap.fast_path import api_calls
 from forall._vmap.rule_makers import basic
-from forall._vmap.rule_makers.along_dims import along
+from forall._vmap.rule_makers.along_dims import make_dim_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,10 +58,10 @@ def batching_rule(op: Any, *, override: bool = False) -> Callable[[Callable], Ca
                 [1., 1.],
                 [2., 2.]])
     """
-    ops = _functional("batching_rule", (op,))
+    ops = _find_functional_overloads("batching_rule", (op,))
 
     def register(rule: Callable) -> Callable:
-        _enter("batching_rule", {o: _by_names(o, rule) for o in ops}, override)
+        _enter_handlers("batching_rule", {o: _make_named_handler(o, rule) for o in ops}, override)
         return rule
 
     return register
@@ -72,7 +72,11 @@ def pointwise(*ops: Any, override: bool = False) -> None:
 
     The law: entry i of a result depends on entry i of each argument alone.
     """
-    _enter("pointwise", dict.fromkeys(_functional("pointwise", ops), basic.pointwise), override)
+    _enter_handlers(
+        "pointwise",
+        dict.fromkeys(_find_functional_overloads("pointwise", ops), basic.handle_pointwise),
+        override,
+    )
 
 
 def reduction(*ops: Any, override: bool = False) -> None:
@@ -80,46 +84,50 @@ def reduction(*ops: Any, override: bool = False) -> None:
 
     The law: ``(*S) -> (*S without dim)``, or with ``keepdim`` each reduced dim stays with size 1.
     """
-    found = _functional("reduction", ops)
+    found = _find_functional_overloads("reduction", ops)
     for o in found:
-        if "dim" not in facts(o).names:
+        if "dim" not in get_facts(o).names:
             raise ValueError(
                 f"reduction({o}): the operator has no argument called dim.\n"
-                f"{columns([('schema', str(o._schema))])}\n"
+                f"{format_columns([('schema', str(o._schema))])}\n"
                 "Write a rule for it with batching_rule."
             )
-    _enter("reduction", {o: along(o) for o in found}, override)
+    _enter_handlers("reduction", {o: make_dim_handler(o) for o in found}, override)
 
 
 def loop(*ops: Any, override: bool = False) -> None:
     """Declare operators that run once per example, without a warning."""
-    _enter("loop", dict.fromkeys(_functional("loop", ops), basic.loop), override)
+    _enter_handlers(
+        "loop",
+        dict.fromkeys(_find_functional_overloads("loop", ops), basic.loop_and_stack),
+        override,
+    )
 
 
-def _operators(verb: str, op: Any) -> list:
+def _find_op_overloads(verb: str, op: Any) -> list:
     """All overloads that ``op`` names; of several, those that write nothing."""
-    found = custom_op.overloads(op)
+    found = custom_op.find_overloads(op)
     if found is None:
         raise TypeError(
-            f"{verb}(op): op must be an operator.\n{columns([('op', short(op), kind(op))])}\n"
+            f"{verb}(op): op must be an operator.\n{format_columns([('op', format_short(op), type_name_of(op))])}\n"
             "Pass torch.ops.<library>.<name>.<overload>, or what torch.library.custom_op made."
         )
-    return found if len(found) == 1 else [o for o in found if not facts(o).mutates]
+    return found if len(found) == 1 else [o for o in found if not get_facts(o).mutates]
 
 
-def _functional(verb: str, ops: tuple) -> list:
-    found = [o for op in ops for o in _operators(verb, op)]
+def _find_functional_overloads(verb: str, ops: tuple) -> list:
+    found = [o for op in ops for o in _find_op_overloads(verb, op)]
     for o in found:
-        if facts(o).mutates:
+        if get_facts(o).mutates:
             raise ValueError(
                 f"{verb}({o}): the operator writes into its arguments.\n"
-                f"{columns([('schema', str(o._schema))])}\n"
+                f"{format_columns([('schema', str(o._schema))])}\n"
                 "Give a rule to the form that returns a new tensor; this one is derived from it."
             )
     return found
 
 
-def _enter(verb: str, handlers: dict[Any, Callable], override: bool) -> None:
+def _enter_handlers(verb: str, handlers: dict[Any, Callable], override: bool) -> None:
     for op in handlers:
         if registry.WAYS.get(op) == "row" and not override:
             raise ValueError(
@@ -129,97 +137,101 @@ def _enter(verb: str, handlers: dict[Any, Callable], override: bool) -> None:
     for op, handler in handlers.items():
         registry.HANDLERS[op] = handler
         registry.WAYS[op] = "row"
-        api_calls.overruled(op)
+        api_calls.leave_to_own_rule(op)
 
 
-def _by_names(op: Any, rule: Callable) -> Callable:
-    names = facts(op).names
+def _make_named_handler(op: Any, rule: Callable) -> Callable:
+    names = get_facts(op).names
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         given = (*zip(names, args, strict=False), *kwargs.items())
-        mapped = frozenset(name for name, a in given if _differs(a, level))
+        mapped = frozenset(name for name, a in given if _is_any_mapped(a, level))
         size = level.size or 1  # without examples a rule gets one blank example
         out = rule(
             size,
             mapped,
-            *[_stacks(a, level) for a in args],
-            **{k: _stacks(a, level) for k, a in kwargs.items()},
+            *[_to_stacks(a, level) for a in args],
+            **{k: _to_stacks(a, level) for k, a in kwargs.items()},
         )
-        _check(op, out, size)
-        return basic.wrapped(out if level.size else basic.without_examples(out), 0, level)
+        _check_results(op, out, size)
+        return basic.wrap_results(out if level.size else basic.drop_examples(out), 0, level)
 
     return handler
 
 
-def _differs(a: Any, level: Any) -> bool:
+def _is_any_mapped(a: Any, level: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return any(basic.is_mapped(b, level) for b in a)
     return basic.is_mapped(a, level)
 
 
-def _stacks(a: Any, level: Any) -> Any:
+def _to_stacks(a: Any, level: Any) -> Any:
     """(B, *S) for what differs, all of a list if one of it does; the rest as it is."""
-    if not _differs(a, level):
-        return basic.lower(a, level)
+    if not _is_any_mapped(a, level):
+        return basic.lower_shared(a, level)
     if isinstance(a, (list, tuple)):
-        return [_stack(b, level) for b in a]
-    return _stack(a, level)
+        return [_to_stack(b, level) for b in a]
+    return _to_stack(a, level)
 
 
-def _stack(a: Any, level: Any) -> Any:
+def _to_stack(a: Any, level: Any) -> Any:
     if not isinstance(a, torch.Tensor):
         return a
     if level.size:
-        return basic.stacked(a, level)
-    return basic.blank(a) if basic.is_mapped(a, level) else basic.lower(a, level)[None]
+        return basic.expand_to_stack(a, level)
+    return (
+        basic.make_blank_example(a)
+        if basic.is_mapped(a, level)
+        else basic.lower_shared(a, level)[None]
+    )
 
 
-def _check(op: Any, out: Any, size: int) -> None:
-    for o in pytree.leaves(out):
+def _check_results(op: Any, out: Any, size: int) -> None:
+    for o in pytree.get_leaves(out):
         if isinstance(o, torch.Tensor) and (o.dim() == 0 or o.shape[0] != size):
             raise ValueError(
                 f"batching_rule({op}): a result does not have the examples in front.\n"
-                f"{columns([('result', short(o)), ('examples', str(size))])}\n"
+                f"{format_columns([('result', format_short(o)), ('examples', str(size))])}\n"
                 "Return (size, *S); expand what is the same for all examples."
             )
 
 
-def torchs_rule(op: Any, otherwise: Callable) -> Callable:
+def make_torch_handler(op: Any, otherwise: Callable) -> Callable:
     """The rule that ``torch.library.register_vmap`` was given, in torch's own convention."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        rule = custom_op.vmap_rule(op)
+        rule = custom_op.get_vmap_rule(op)
         if rule is None or not level.size:
             return otherwise(level, func, args, kwargs)
-        info = custom_op.VmapInfo(level.size, level.randomness)
-        dims = tuple(_dims(a, level) for a in args)
+        info = custom_op.OpVmapInfo(level.size, level.randomness)
+        dims = tuple(_get_batch_dims(a, level) for a in args)
         out, places = rule(
             info,
             dims,
-            *[_values(a, level) for a in args],
-            **{k: _values(a, level) for k, a in kwargs.items()},
+            *[_get_values(a, level) for a in args],
+            **{k: _get_values(a, level) for k, a in kwargs.items()},
         )
         leaves, spec = pytree.flatten(out)
-        found = pytree.prefix(places, spec)
+        found = pytree.broadcast_prefix(places, spec)
         if found is None:
             raise ValueError(
                 f"vmap: the rule that torch.library.register_vmap has for {func} is at fault.\n"
-                f"{columns([('result', pytree.text(spec)), ('out_dims', short(places))])}\n"
+                f"{format_columns([('result', pytree.format_tree(spec)), ('out_dims', format_short(places))])}\n"
                 "It returns (result, out_dims), with one int or None per result."
             )
-        left = [basic.wrapped(o, p, level) for o, p in zip(leaves, found, strict=True)]
+        left = [basic.wrap_results(o, p, level) for o, p in zip(leaves, found, strict=True)]
         return pytree.unflatten(left, spec)
 
     return handler
 
 
-def _dims(a: Any, level: Any) -> Any:
+def _get_batch_dims(a: Any, level: Any) -> Any:
     if isinstance(a, (list, tuple)):
-        return [_dims(b, level) for b in a]
+        return [_get_batch_dims(b, level) for b in a]
     return a.axis if basic.is_mapped(a, level) else None
 
 
-def _values(a: Any, level: Any) -> Any:
+def _get_values(a: Any, level: Any) -> Any:
     if isinstance(a, (list, tuple)):
-        return [_values(b, level) for b in a]
-    return a.value if basic.is_mapped(a, level) else basic.lower(a, level)
+        return [_get_values(b, level) for b in a]
+    return a.value if basic.is_mapped(a, level) else basic.lower_shared(a, level)

@@ -15,32 +15,32 @@ import torch
 
 from forall._compat import pytree, rng_state
 from forall._compat.dispatch_state import functions_off
-from forall._compat.op_schema import writes
-from forall._compat.wrapper_tensor import innermost
-from forall._core.call_site import users_line
-from forall._core.divergence import Parted
-from forall._core.errors import DataDependentError, columns
-from forall._core.levels import outside_all
-from forall._vmap.concretize import one_answer
+from forall._compat.op_schema import find_written_args
+from forall._compat.wrapper_tensor import unwrap_all
+from forall._core.call_site import find_users_line
+from forall._core.divergence import Diverged
+from forall._core.errors import DataDependentError, format_columns
+from forall._core.levels import run_outside_all
+from forall._vmap.concretize import concretize
 from forall._vmap.per_example import (
-    Copied,
-    all_places,
-    back_in,
-    example_of,
-    levels_of,
+    CopyPerExample,
+    find_mapped_levels,
+    iter_example_numbers,
+    rewrap_examples,
+    select_example,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._core.errors import Origin
-    from forall._vmap.per_example import Places
+    from forall._core.errors import CallOrigin
+    from forall._vmap.per_example import ExampleNumbers
 
 _NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
 _OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # how messages of this library begin
 
 
-def tells_of_all(error: Exception) -> bool:
+def is_library_error(error: Exception) -> bool:
     """Return True for an error of this library, which tells of all examples."""
     return str(error).startswith(_OURS)
 
@@ -49,14 +49,16 @@ class AllFailAlikeError(torch.linalg.LinAlgError):
     """An error that all examples have, with one message."""
 
 
-def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
+def find_example_error(
+    _level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /
+) -> BaseException:
     """The error to raise where the operator ``func`` failed with ``error`` on the stacks."""
-    if isinstance(error, _NOT_ONE_EXAMPLES) or tells_of_all(error):
+    if isinstance(error, _NOT_ONE_EXAMPLES) or is_library_error(error):
         return error
-    mutates = writes(func, args)
+    mutates = find_written_args(func, args)
     if mutates:
-        args = tuple(Copied(a) if i in mutates else a for i, a in enumerate(args))
-        kwargs = {k: Copied(a) if k in mutates else a for k, a in kwargs.items()}
+        args = tuple(CopyPerExample(a) if i in mutates else a for i, a in enumerate(args))
+        kwargs = {k: CopyPerExample(a) if k in mutates else a for k, a in kwargs.items()}
     # Then all examples fail with the same error, and the first one is enough.
     most = 1 if isinstance(error, (NotImplementedError, AllFailAlikeError)) else None
     return first_error(str(func), func, args, kwargs, most) or error
@@ -71,72 +73,72 @@ def first_error(
     """
     with functions_off():
         flat, spec = pytree.flatten((args, kwargs))
-        levels = levels_of(flat)
+        levels = find_mapped_levels(flat)
         if not levels:
             return None
         parts = most is None and all(level.parts for level in levels)
         errors: list[Exception | None] = []
         found: Exception | None = None
-        drawn = rng_state.states(flat)
+        drawn = rng_state.save_states(flat)
         try:
-            with outside_all():
-                for places in islice(all_places(levels), most):
-                    a, k = pytree.unflatten([example_of(x, places) for x in flat], spec)
+            with run_outside_all():
+                for places in islice(iter_example_numbers(levels), most):
+                    a, k = pytree.unflatten([select_example(x, places) for x in flat], spec)
                     try:
                         call(*a, **k)
                         errors.append(None)
                     except Exception as theirs:  # noqa: BLE001 - the user's error, whatever it is
                         if found is None:
                             found = theirs
-                            found.add_note(_note(name, places))
+                            found.add_note(_format_note(name, places))
                         errors.append(theirs)
                         if not parts:
                             break
         finally:
-            rng_state.restore(drawn)
-    return found if found is None or not parts else _parted(errors, levels) or found
+            rng_state.restore_states(drawn)
+    return found if found is None or not parts else _diverge_on_errors(errors, levels) or found
 
 
-def _parted(errors: list[Exception | None], levels: list) -> BaseException | None:
+def _diverge_on_errors(errors: list[Exception | None], levels: list) -> BaseException | None:
     """The exception that splits the examples where not all fail alike; None where all do."""
     kinds = [None if e is None else (type(e), str(e)) for e in errors]
     known = list(dict.fromkeys(kinds))
-    codes = back_in(torch.tensor([known.index(k) for k in kinds]), levels)
+    codes = rewrap_examples(torch.tensor([known.index(k) for k in kinds]), levels)
     try:
-        one_answer(codes, RuntimeError)
-    except Parted as parted:
+        concretize(codes, RuntimeError)
+    except Diverged as parted:
         return parted
     return None
 
 
-def _note(name: str, places: Places) -> str:
-    line = users_line()
+def _format_note(name: str, places: ExampleNumbers) -> str:
+    line = find_users_line()
     rows = [(name, f"at {line}", line.text())]
     for level, number in reversed(places.items()):
         if level.origin is not None and level.origin.is_users:
-            rows.append(_row(level.origin, number))
-    return f"{_FAILED}\n{columns(rows)}"
+            rows.append(_format_row(level.origin, number))
+    return f"{_FAILED}\n{format_columns(rows)}"
 
 
 _FAILED = "vmap: one example failed."
 
 
-def _row(origin: Origin, number: int) -> tuple[str, str, str]:
+def _format_row(origin: CallOrigin, number: int) -> tuple[str, str, str]:
     which = f"example {origin.numbers[number]} of {origin.size}, counted from 0"
     return str(origin.call), f"at {origin.place}", which
 
 
-def name_example(error: Exception, origin: Origin, number: int) -> None:
+def name_example(error: Exception, origin: CallOrigin, number: int) -> None:
     """Say for which example of a call the user's own code failed, if no note has said so."""
-    row = _row(origin, number)
+    row = _format_row(origin, number)
     notes = getattr(error, "__notes__", [])
-    if not origin.is_users or tells_of_all(error) or any(row[2] in n for n in notes):
+    if not origin.is_users or is_library_error(error) or any(row[2] in n for n in notes):
         return
     ours = [i for i, note in enumerate(notes) if note.startswith(_FAILED)]
     if ours:
-        notes[ours[0]] += f"\n{columns([row])}"
+        notes[ours[0]] += f"\n{format_columns([row])}"
     else:
-        error.add_note(f"{_FAILED}\n{columns([row])}")
+        error.add_note(f"{_FAILED}\n{format_columns([row])}")
 
 
 def check_fits(value: torch.Tensor, dtype: torch.dtype) -> None:
@@ -144,15 +146,15 @@ def check_fits(value: torch.Tensor, dtype: torch.dtype) -> None:
     name = _NAMES.get(dtype)
     if value.dtype in (dtype, torch.bool) or value.is_complex() or name is None:
         return
-    low, high = _range(dtype)
+    low, high = _get_range(dtype)
     if dtype is torch.uint8 and not value.is_floating_point():
         low = -high  # torch lets negative numbers wrap
-    least, most = _range(value.dtype)
+    least, most = _get_range(value.dtype)
     may_be_nan = value.is_floating_point() and not dtype.is_floating_point  # NaN does not fit
     if not may_be_nan and low <= least and most <= high:
         return  # every number fits
-    with outside_all():  # a program that is being recorded makes the test too
-        v = innermost(value)
+    with run_outside_all():  # a program that is being recorded makes the test too
+        v = unwrap_all(value)
         fits = (v >= low) & (v <= high)
         if dtype.is_floating_point and v.is_floating_point():
             fits |= ~v.isfinite()
@@ -161,7 +163,7 @@ def check_fits(value: torch.Tensor, dtype: torch.dtype) -> None:
     raise RuntimeError(f"value cannot be converted to type {name} without overflow")
 
 
-def _range(dtype: torch.dtype) -> tuple[float, float]:
+def _get_range(dtype: torch.dtype) -> tuple[float, float]:
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     return info.min, info.max
 

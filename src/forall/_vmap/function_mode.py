@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forall._compat.dispatch_state import in_backward, users_tangents
+from forall._compat.dispatch_state import has_users_tangents, is_in_backward
 from forall._compat.jagged_layout import Jagged
 from forall._compat.private_api import PLAIN, subclass_functions_are_on, subclass_functions_off
 from forall._compat.tensor_subclass import (
-    ask_anew,
-    by_class,
-    given_back,
-    has_own_meaning,
+    call_override,
+    call_torch_functions,
+    has_own_torch_function,
     has_posed,
-    is_said_anew,
+    is_overridden,
     posing,
-    unposed,
+    restore_posed_results,
+    unwrap_posed_args,
 )
 from forall._core import nested_tensor
-from forall._core.escaped_values import left_over, meets_ended
-from forall._core.levels import Level, complete, innermost, levels_in, stack, top
+from forall._core.escaped_values import has_escaped_values, replace_escaped_args
+from forall._core.levels import Level, complete_gradient, find_innermost, levels_in, stack, top
 from forall._vmap import registry
-from forall._vmap.batched_tensor import Batched
-from forall._vmap.fast_path.api_calls import answer
+from forall._vmap.batched_tensor import BatchedTensor
+from forall._vmap.fast_path.api_calls import answer_call
 from forall._vmap.mutation import view_copies
-from forall._vmap.mutation.mutation_log import written
+from forall._vmap.mutation.mutation_log import write_counts
 
 _CALLS = registry.CALLS
 _IN_PLACE = registry.IN_PLACE
@@ -39,7 +39,7 @@ _STRANGERS = registry.STRANGERS
 _SEQUENCES = frozenset({list, tuple})
 
 
-def sharing(level: Any) -> Any:
+def find_sharing_level(level: Any) -> Any:
     """The innermost level, from this one outward, whose function mode shares captured tensors."""
     while level is not None and not level.shares:
         level = level.parent
@@ -64,17 +64,17 @@ ITSELF = frozenset(
 }
 
 
-# `narrowing.narrowed` and `of_one_part`: their module imports the level, and the level this one.
-NARROWED: list[Any] = []
+# `narrowing.narrowed` and `restrict_to_one_part`: their module imports the level, and the level this one.
+RESTRICTIONS: list[Any] = []
 
 _GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.grad.__get__})
 
 
-def _whole(func: Any, args: tuple, out: Any) -> Any:
+def _complete_gradients(func: Any, args: tuple, out: Any) -> Any:
     """Complete a gradient, which may be of some examples alone, to one of all that run."""
     if func is torch.autograd.grad:
-        return tuple(complete(g) for g in out)
-    whole = complete(out)
+        return tuple(complete_gradient(g) for g in out)
+    whole = complete_gradient(out)
     if whole is not out:
         torch.Tensor.grad.__set__(args[0], whole)
     return whole
@@ -83,76 +83,77 @@ def _whole(func: Any, args: tuple, out: Any) -> Any:
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-class Sharing(TorchFunctionMode):
+class VmapFunctionMode(TorchFunctionMode):
     """The one function mode of all nested levels: it asks at each call which level is innermost."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         odd = posing.used and not subclass_functions_are_on()  # then ``types`` names no class
         for t in types:
-            if t is Batched:
+            if t is BatchedTensor:
                 continue
             if t in _STRANGERS:
-                return self._by_stranger(t, func, args, kwargs or {})
+                return self._call_by_class(t, func, args, kwargs or {})
             if not issubclass(t, torch.Tensor):
                 return NotImplemented  # its own meaning comes next; calls that it makes are seen
-            if has_own_meaning(t) and subclass_functions_are_on():
+            if has_own_torch_function(t) and subclass_functions_are_on():
                 if t is Jagged:  # its operators call those of its rows, seen below
                     args, kwargs = self._share(func, args, kwargs or {})
                     known = nested_tensor.CALLS.get(func)
                     if known is None or not all(type(a) is Jagged for a in args[:3]):
-                        return by_class(func, types, args, kwargs)
+                        return call_torch_functions(func, types, args, kwargs)
                     with self:
                         return known(*args, **kwargs)
-                args, kwargs = self._given_to_class(func, args, kwargs or {})
+                args, kwargs = self._share_for_class(func, args, kwargs or {})
                 with self:  # calls that it makes in its turn are seen again
-                    return by_class(func, types, args, kwargs)
+                    return call_torch_functions(func, types, args, kwargs)
             odd = posing.used
         if odd and has_posed((*args, *kwargs.values()) if kwargs else args):
-            return self._of_bare(func, args, kwargs or {})
+            return self._call_on_wrappers(func, args, kwargs or {})
         with subclass_functions_off():
-            if stack.parted and (stack.again or not in_backward()):
-                return self._of_those_that_run(func, args, kwargs or {})
-            if stack.ever_parted and in_backward():
-                args = NARROWED[1](args)
+            if stack.parted and (stack.again or not is_in_backward()):
+                return self._call_restricted(func, args, kwargs or {})
+            if stack.ever_parted and is_in_backward():
+                args = RESTRICTIONS[1](args)
             return self._call(func, args, kwargs)
 
-    def _of_bare(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _call_on_wrappers(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Make the call on the wrappers that posed tensors hold."""
-        args, kwargs, stands = unposed(args, kwargs)
-        if is_said_anew(func, args):
+        args, kwargs, stands = unwrap_posed_args(args, kwargs)
+        if is_overridden(func, args):
             with self:  # as where its user calls the method
-                return given_back(ask_anew(func, args, kwargs), stands)
-        return given_back(self.__torch_function__(func, (), args, kwargs), stands)
+                return restore_posed_results(call_override(func, args, kwargs), stands)
+        return restore_posed_results(self.__torch_function__(func, (), args, kwargs), stands)
 
-    def _of_those_that_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _call_restricted(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Make the call while examples diverge, on tensors restricted to those that run."""
         level = stack.top
         if not kwargs and level is not None and level.parent is None:
             for a in args:
-                if type(a) is Batched:
+                if type(a) is BatchedTensor:
                     if a.level is not level:
                         break
                 elif type(a) not in _NUMBERS:
                     break
             else:
                 return self._call(func, args, None)
-        fit = NARROWED[0](func, args, kwargs)
+        fit = RESTRICTIONS[0](func, args, kwargs)
         out = self._call(func, fit.args, fit.kwargs)
-        return fit.given(out)
+        return fit.restore_identity(out)
 
     def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
-        if written.named or (
-            view_copies.copies.found is not None and view_copies.copies.seen != written.times
+        if write_counts.named or (
+            view_copies.view_copies.found is not None
+            and view_copies.view_copies.seen != write_counts.times
         ):
-            view_copies.settle()  # writes by calls that nobody saw
-        out = answer(func, args, kwargs, stack.top)
+            view_copies.sync_aliases()  # writes by calls that nobody saw
+        out = answer_call(func, args, kwargs, stack.top)
         if out is not None:
             return out
-        if meets_ended(args, kwargs):
-            args, kwargs = left_over(args, kwargs or {})
+        if has_escaped_values(args, kwargs):
+            args, kwargs = replace_escaped_args(args, kwargs or {})
         if (
-            (torch.is_grad_enabled() or users_tangents())
-            and _carries(args, kwargs, stack.top)
+            (torch.is_grad_enabled() or has_users_tangents())
+            and _may_need_sharing(args, kwargs, stack.top)
             and func not in ITSELF
         ):
             args, kwargs = self._share(func, args, kwargs or {})
@@ -163,19 +164,20 @@ class Sharing(TorchFunctionMode):
         if out is NotImplemented:
             for a in args if not kwargs else (*args, *kwargs.values()):
                 if type(a) in _STRANGERS:
-                    return self._by_stranger(type(a), func, args, kwargs or {})
+                    return self._call_by_class(type(a), func, args, kwargs or {})
             out = func(*args, **kwargs) if kwargs else func(*args)
-        if func in _GRADIENTS and not in_backward():
-            out = _whole(func, args, out)
-        if written.named or (
-            view_copies.copies.found is not None and view_copies.copies.seen != written.times
+        if func in _GRADIENTS and not is_in_backward():
+            out = _complete_gradients(func, args, out)
+        if write_counts.named or (
+            view_copies.view_copies.found is not None
+            and view_copies.view_copies.seen != write_counts.times
         ):
-            view_copies.settle()
+            view_copies.sync_aliases()
         return out
 
-    def _given_to_class(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _share_for_class(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Share the captured tensors of a call to a class, which may switch all functions off."""
-        level = sharing(top())
+        level = find_sharing_level(top())
         if level is None or not torch.is_grad_enabled() or func in ITSELF:
             return args, kwargs
         first = 1 if func in _IN_PLACE else 0
@@ -186,7 +188,7 @@ class Sharing(TorchFunctionMode):
             {k: more[k] if type(a) in PLAIN else a for k, a in kwargs.items()},
         )
 
-    def _by_stranger(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _call_by_class(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
         """Make the call as a class that is no tensor defines it."""
         with self:  # calls that it makes in its turn are seen again
             return kind.__torch_function__(func, (kind,), args, kwargs)
@@ -196,7 +198,7 @@ class Sharing(TorchFunctionMode):
         running = top()
         if running is not None:
             levels.append(running)
-        level = sharing(innermost(levels) if levels else None)
+        level = find_sharing_level(find_innermost(levels) if levels else None)
         if level is None:
             return args, kwargs
         written = 1 if func in _IN_PLACE else 0  # the target itself, so that its history tells
@@ -204,17 +206,17 @@ class Sharing(TorchFunctionMode):
         return args[:written] + rest, kwargs
 
 
-SHARING = Sharing()  # it has no state, so one does for all
+VMAP_FUNCTIONS = VmapFunctionMode()  # it has no state, so one does for all
 
 
-def _carries(args: Any, kwargs: dict | None, level: Level | None) -> bool:
+def _may_need_sharing(args: Any, kwargs: dict | None, level: Level | None) -> bool:
     """True if any argument might need sharing: a cheap look before the careful one."""
     for a in args if not kwargs else (*args, *kwargs.values()):
-        if type(a) is Batched and a.level is level:
+        if type(a) is BatchedTensor and a.level is level:
             continue
         if isinstance(a, torch.Tensor):
-            if a.requires_grad or users_tangents():
+            if a.requires_grad or has_users_tangents():
                 return True
-        elif type(a) in _SEQUENCES and _carries(a, None, level):
+        elif type(a) in _SEQUENCES and _may_need_sharing(a, None, level):
             return True
     return False

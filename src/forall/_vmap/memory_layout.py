@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.op_schema import in_arguments
-from forall._vmap.batched_tensor import Batched, strides_alone, wrap
+from forall._compat.op_schema import map_arguments
+from forall._vmap.batched_tensor import BatchedTensor, compute_dense_strides, wrap_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-def is_inside(value: Tensor, axis: int) -> bool:
+def is_axis_inside(value: Tensor, axis: int) -> bool:
     """True if the batch axis lies within another dim, in memory."""
     strides = value.stride()
     return any(
@@ -31,7 +31,7 @@ def is_inside(value: Tensor, axis: int) -> bool:
     )
 
 
-def is_open(out: Any, values: list) -> bool:
+def is_layout_open(out: Any, values: list) -> bool:
     """True if no operand of a pointwise operator determines how the dims of its result lie."""
     shape = None
     for v in values:
@@ -43,51 +43,56 @@ def is_open(out: Any, values: list) -> bool:
     return True
 
 
-def as_alone(level: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
+def match_example_layout(level: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
     """The results of an operator on stacks, each laid out as the first example's is alone."""
     if not level.size:
         return out
-    given, named = in_arguments(partial(_first, level=level), args, kwargs)
+    given, named = map_arguments(partial(_select_first, level=level), args, kwargs)
     one = func(*given, **named)
     if isinstance(out, Tensor):
-        return _laid_out(out, one, level)
-    return type(out)(_laid_out(o, n, level) for o, n in zip(out, one, strict=True))
+        return _copy_to_layout(out, one, level)
+    return type(out)(_copy_to_layout(o, n, level) for o, n in zip(out, one, strict=True))
 
 
-def asks_first(handler: Callable, asks: Callable = is_inside) -> Callable:
+def keep_example_layout(handler: Callable, asks: Callable = is_axis_inside) -> Callable:
     """A handler whose results lie as the first example's, if the operand's layout asks for it."""
 
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         out = handler(level, func, args, kwargs)
         x = args[0]
-        if type(x) is Batched and x.level is level and x.axis is not None and asks(x.value, x.axis):
-            return as_alone(level, func, args, kwargs, out)
+        if (
+            type(x) is BatchedTensor
+            and x.level is level
+            and x.axis is not None
+            and asks(x.value, x.axis)
+        ):
+            return match_example_layout(level, func, args, kwargs, out)
         return out
 
     return handle
 
 
-def expanded_inside(value: Tensor, axis: int) -> bool:
-    return 0 in value.stride() and is_inside(value, axis)
+def is_expanded_inside(value: Tensor, axis: int) -> bool:
+    return 0 in value.stride() and is_axis_inside(value, axis)
 
 
-def not_in_a_row(value: Tensor, axis: int) -> bool:
+def is_not_contiguous(value: Tensor, axis: int) -> bool:
     return axis != 0 or not value.is_contiguous()
 
 
-def _first(a: Any, level: Any) -> Any:
-    if type(a) is Batched and a.level is level:
+def _select_first(a: Any, level: Any) -> Any:
+    if type(a) is BatchedTensor and a.level is level:
         return a.value if a.axis is None else a.value.select(a.axis, 0)
     return a
 
 
-def _laid_out(out: Any, one: Tensor, level: Any) -> Any:
+def _copy_to_layout(out: Any, one: Tensor, level: Any) -> Any:
     if out.axis is None or out.value.layout is not torch.strided:
         return out
     stack, strides = out.value.movedim(out.axis, 0), one.stride()
-    pairs = zip(strides, strides_alone(stack)[1:], stack.shape[1:], strict=True)
+    pairs = zip(strides, compute_dense_strides(stack)[1:], stack.shape[1:], strict=True)
     if all(a == b for a, b, n in pairs if n > 1):
         return out
     room = 1 + sum((n - 1) * s for n, s in zip(one.shape, strides, strict=True))
     shape = (level.size, *one.shape)
-    return wrap(stack.new_empty_strided(shape, (room, *strides)).copy_(stack), 0, level)
+    return wrap_stack(stack.new_empty_strided(shape, (room, *strides)).copy_(stack), 0, level)

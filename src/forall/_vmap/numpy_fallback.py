@@ -8,43 +8,45 @@ import torch
 
 from forall._compat import numpy_interop, pytree
 from forall._compat.dispatch_state import functions_off
-from forall._compat.wrapper_tensor import Wrapper, innermost
-from forall._core.errors import data_dependent, slow
-from forall._core.host_reads import numbers_told
-from forall._core.levels import outside
-from forall._vmap.batched_tensor import Batched, without_ended
+from forall._compat.wrapper_tensor import Wrapper, unwrap_all
+from forall._core.errors import data_dependent_error, warn_slow_path
+from forall._core.host_reads import notify_host_read
+from forall._core.levels import run_outside
+from forall._vmap.batched_tensor import BatchedTensor, replace_ended_args
 from forall._vmap.per_example import (
-    all_places,
-    back_in,
-    example_of,
-    levels_of,
+    find_mapped_levels,
+    iter_example_numbers,
+    rewrap_examples,
+    select_example,
 )
 
 
-def by_numpy(_level: Any, func: Any, args: tuple, kwargs: dict, /) -> Any:
+def run_numpy_per_example(_level: Any, func: Any, args: tuple, kwargs: dict, /) -> Any:
     """Run a numpy function for each example, and stack its results as one tensor of all."""
-    args, kwargs = without_ended(_name(func), args, kwargs)
+    args, kwargs = replace_ended_args(_format_numpy_name(func), args, kwargs)
     flat, spec = pytree.flatten((args, kwargs))
     for a in flat:
         _refuse_derivatives(func, a)
-    numbers_told()
-    levels = levels_of(flat)
+    notify_host_read()
+    levels = find_mapped_levels(flat)
     if levels:
-        slow(
-            f"vmap: numpy runs {_name(func)} once per example.\n"
+        warn_slow_path(
+            f"vmap: numpy runs {_format_numpy_name(func)} once per example.\n"
             "Use torch's function, or one of numpy's that torch has too."
         )
     results = []
-    for places in all_places(levels):
-        with functions_off(), outside(levels[0]) if levels else functions_off():
-            given = [numpy_interop.plain(innermost(example_of(a, places))) for a in flat]
+    for places in iter_example_numbers(levels):
+        with functions_off(), run_outside(levels[0]) if levels else functions_off():
+            given = [numpy_interop.to_numpy(unwrap_all(select_example(a, places))) for a in flat]
         a, k = pytree.unflatten(given, spec)
         results.append(pytree.flatten(func(*a, **k)))
     columns = zip(*(leaves for leaves, _ in results), strict=True)
-    return pytree.unflatten([_joined(func, list(c), levels) for c in columns], results[0][1])
+    return pytree.unflatten(
+        [_rewrap_results(func, list(c), levels) for c in columns], results[0][1]
+    )
 
 
-def _name(func: Any) -> str:
+def _format_numpy_name(func: Any) -> str:
     return f"np.{getattr(func, '__name__', func)}"
 
 
@@ -52,31 +54,31 @@ def _refuse_derivatives(func: Any, a: Any) -> None:
     while isinstance(a, torch.Tensor):
         if a.requires_grad:
             raise RuntimeError(
-                f"{_name(func)}: numpy has no derivative of this for a tensor that requires grad.\n"
+                f"{_format_numpy_name(func)}: numpy has no derivative of this for a tensor that requires grad.\n"
                 "Use torch's function, or x.detach()."
             )
         if not isinstance(a, Wrapper):
             return
-        if type(a) is not Batched:
+        if type(a) is not BatchedTensor:
             raise NotImplementedError(
-                f"{_name(func)}: numpy has no derivative of this for a value with a tangent.\n"
+                f"{_format_numpy_name(func)}: numpy has no derivative of this for a value with a tangent.\n"
                 "Use torch's function."
             )
         a = a.value
 
 
-def _joined(func: Any, results: list, levels: list) -> Any:
+def _rewrap_results(func: Any, results: list, levels: list) -> Any:
     head = results[0]
     if not levels:
-        return numpy_interop.tensor(head)
-    if not numpy_interop.is_array(head):
+        return numpy_interop.to_tensors(head)
+    if not numpy_interop.is_numpy_value(head):
         if all(r == head for r in results):
             return head
         if not isinstance(head, (bool, int, float, complex)):
-            raise data_dependent(_name(func), "Compute it outside vmap.")
-    with functions_off(), outside(levels[0]):
-        tensors = [torch.as_tensor(numpy_interop.tensor(r)) for r in results]
+            raise data_dependent_error(_format_numpy_name(func), "Compute it outside vmap.")
+    with functions_off(), run_outside(levels[0]):
+        tensors = [torch.as_tensor(numpy_interop.to_tensors(r)) for r in results]
         if any(t.shape != tensors[0].shape for t in tensors):
-            what = f"the shape that {_name(func)} gives"
-            raise data_dependent(what, "Use an operation with a result of fixed shape.")
-        return back_in(torch.stack(tensors), levels)
+            what = f"the shape that {_format_numpy_name(func)} gives"
+            raise data_dependent_error(what, "Use an operation with a result of fixed shape.")
+        return rewrap_examples(torch.stack(tensors), levels)

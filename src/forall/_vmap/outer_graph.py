@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forall._compat.dispatch_state import apply_function, functions_off
+from forall._compat.dispatch_state import apply_own_function, functions_off
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.levels import Level, second_name
-from forall._vmap.batched_cotangents import undress
-from forall._vmap.batched_tensor import wrap
-from forall._vmap.boundary import Enter
-from forall._vmap.lazy_grad.lazy_tensor import Unmade
+from forall._core.levels import Level, alias_for_autograd
+from forall._vmap.batched_cotangents import unwrap_cotangents
+from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.boundary import Unstack
+from forall._vmap.lazy_grad.lazy_tensor import LazyGrad
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forall._vmap.vmap_level import VmapLevel
 
 
-def sum_what_leaves(level: VmapLevel, found: Iterable[Tensor], older: set) -> None:
+def sum_leaving_cotangents(level: VmapLevel, found: Iterable[Tensor], older: set) -> None:
     """Sum the cotangents of ``level`` wherever the graph of ``found`` leads to older nodes.
 
     ``found`` is what the pass of ``level`` made. Values that a later pass records on its way
@@ -48,63 +48,77 @@ def sum_what_leaves(level: VmapLevel, found: Iterable[Tensor], older: set) -> No
         todo += ends
         places = [i for i, end in enumerate(ends) if end in older]
         if places:
-            node.register_hook(partial(_summed, level, older, places))
+            node.register_hook(partial(_sum_leaving, level, older, places))
         if isinstance(node, _ENDS):
-            node.register_prehook(partial(_looked_at, level, older))
+            node.register_prehook(partial(_follow_cotangents, level, older))
 
 
-def _summed(level: VmapLevel, older: set, places: list[int], gradients: tuple, _: tuple) -> tuple:
+def _sum_leaving(
+    level: VmapLevel, older: set, places: list[int], gradients: tuple, _: tuple
+) -> tuple:
     with functions_off():
-        found = {i: gradients[i] for i in places if _is_of(gradients[i], level)}
-        sum_what_leaves(level, found.values(), older)
-        return tuple(_sum(g, level) if i in found else g for i, g in enumerate(gradients))
+        found = {i: gradients[i] for i in places if _is_value_of_pass(gradients[i], level)}
+        sum_leaving_cotangents(level, found.values(), older)
+        return tuple(
+            _sum_cotangents(g, level) if i in found else g for i, g in enumerate(gradients)
+        )
 
 
-def _looked_at(level: VmapLevel, older: set, gradients: tuple) -> None:
+def _follow_cotangents(level: VmapLevel, older: set, gradients: tuple) -> None:
     with functions_off():
-        sum_what_leaves(level, [g for g in gradients if _is_of(g, level)], older)
+        sum_leaving_cotangents(level, [g for g in gradients if _is_value_of_pass(g, level)], older)
 
 
-def _is_of(g: Any, level: VmapLevel) -> bool:
+def _is_value_of_pass(g: Any, level: VmapLevel) -> bool:
     """True if ``g`` holds values of the pass."""
-    while isinstance(g, Wrapper) and (type(g) is not Unmade or g.peels):  # else it stays unmade
+    while isinstance(g, Wrapper) and (
+        type(g) is not LazyGrad or g.records_on_value
+    ):  # else it stays unmade
         if g.level is level:
             return True
         g = g.value
     return False
 
 
-def _sum(g: Any, level: VmapLevel) -> Tensor:
+def _sum_cotangents(g: Any, level: VmapLevel) -> Tensor:
     # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
     # that a value holds, and its history further out, would be cut.
-    made = _inside(g, level)
-    return apply_function(Sum, g, [second_name(made)], level) if g.requires_grad else made
+    made = _sum_inside(g, level)
+    return (
+        apply_own_function(SumOverCotangents, g, [alias_for_autograd(made)], level)
+        if g.requires_grad
+        else made
+    )
 
 
-def _inside(g: Any, level: VmapLevel) -> Tensor:
+def _sum_inside(g: Any, level: VmapLevel) -> Tensor:
     """The sum over all cotangents, as a value of the levels around."""
     if g.level is level:
-        return undress(g, ((level, None),))
-    return g.level.under([g], lambda value: _inside(value, level))
+        return unwrap_cotangents(g, ((level, None),))
+    return g.level.apply_to_inner([g], lambda value: _sum_inside(value, level))
 
 
-def _for_each(g: Any, level: Level) -> Tensor:
+def _broadcast_to_cotangents(g: Any, level: Level) -> Tensor:
     """Wrap a gradient as one that is the same for all cotangents."""
-    made = _dressed(g, level)
-    return apply_function(Each, g, [second_name(made)], level) if g.requires_grad else made
+    made = _wrap_for_cotangents(g, level)
+    return (
+        apply_own_function(BroadcastToCotangents, g, [alias_for_autograd(made)], level)
+        if g.requires_grad
+        else made
+    )
 
 
-def _dressed(g: Any, level: Level) -> Tensor:
+def _wrap_for_cotangents(g: Any, level: Level) -> Tensor:
     if isinstance(g, Wrapper) and level.is_outside(g.level):
-        return g.level.under([g], lambda value: _dressed(value, level))
-    return wrap(g, None, level)
+        return g.level.apply_to_inner([g], lambda value: _wrap_for_cotangents(value, level))
+    return wrap_stack(g, None, level)
 
 
-class Sum(torch.autograd.Function):
+class SumOverCotangents(torch.autograd.Function):
     """The sum over the cotangents of a pull-back, as a value of the call that it leads through."""
 
-    back = staticmethod(_for_each)
-    along = staticmethod(_sum)
+    back = staticmethod(_broadcast_to_cotangents)
+    along = staticmethod(_sum_cotangents)
 
     @staticmethod
     def forward(g, made, level):
@@ -124,12 +138,12 @@ class Sum(torch.autograd.Function):
         return None if t is None else cls.along(t, ctx.level)
 
 
-class Each(Sum):
-    """The transpose of `Sum`: one value, the same for all cotangents of a pull-back."""
+class BroadcastToCotangents(SumOverCotangents):
+    """The transpose of `SumOverCotangents`: one value, the same for all cotangents of a pull-back."""
 
-    back = staticmethod(_sum)
-    along = staticmethod(_for_each)
+    back = staticmethod(_sum_cotangents)
+    along = staticmethod(_broadcast_to_cotangents)
 
 
 # At these nodes a pass through the nodes of an earlier one comes to their end.
-_ENDS = (Enter._backward_cls, Each._backward_cls)
+_ENDS = (Unstack._backward_cls, BroadcastToCotangents._backward_cls)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
-from forall._core.levels import outside, stack
+from forall._core.levels import run_outside, stack
 from forall._random import key_scope
 from forall._random.keys import fold_each
-from forall._vmap.active_set.active_mask import Apart
-from forall._vmap.active_set.merge import is_stale, narrow
-from forall._vmap.batched_tensor import wrap
+from forall._vmap.active_set.active_mask import CannotMerge
+from forall._vmap.active_set.merge import is_stale, restrict_to_running
+from forall._vmap.batched_tensor import wrap_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forall._vmap.vmap_level import VmapLevel
 
 
-class Draws:
+class CallRandomness:
     """Random state of one call of `vmap`: all its chunks draw from one key, or from one count.
 
     A key is the flag's, or the next key of the enclosing scope. With a key each example gets a
@@ -30,7 +30,7 @@ class Draws:
     __slots__ = ("_count", "_key", "_outer", "flag")
 
     def __init__(self, randomness: str | torch.Tensor) -> None:
-        self._outer = key_scope.running()
+        self._outer = key_scope.find_running_scope()
         self._key: Callable[[], torch.Tensor] | None = None
         self.flag = "error"
         if isinstance(randomness, torch.Tensor):
@@ -50,34 +50,44 @@ class Draws:
             return self._outer
 
         def of_examples() -> torch.Tensor:
-            with outside(level), functions_off():
-                return wrap(fold_each(key(), numbers), 0, level)
+            with run_outside(level), functions_off():
+                return wrap_stack(fold_each(key(), numbers), 0, level)
 
-        return key_scope.Scope(of_examples, lambda scope: _next(scope, level))
+        return key_scope.RandomScope(of_examples, lambda scope: _take_next_draw(scope, level))
 
 
-def _next(scope: key_scope.Scope, level: VmapLevel) -> tuple[Callable[[], torch.Tensor], Any, Any]:
+def _take_next_draw(
+    scope: key_scope.RandomScope, level: VmapLevel
+) -> tuple[Callable[[], torch.Tensor], Any, Any]:
     """The key of the examples that run, the number of their next draw, and all counts after it."""
     served = scope.count
     outer = level.parent if stack.parted else None
     while outer is not None:
         if outer.root is not outer:  # its examples would need counts of their own here
-            raise Apart("random numbers for some of the examples of a vmap further out")
+            raise CannotMerge("random numbers for some of the examples of a vmap further out")
         outer = outer.parent
-    if level.part is None and type(served) is int:
+    if level.sub_level is None and type(served) is int:
         return lambda: scope.key, served, served + 1
-    acting: Any = level.acting
+    acting: Any = level.acting_level
     with no_dispatch(), functions_off():
         counts = torch.full((level.size,), served) if type(served) is int else served.clone()
-        rows = slice(None) if level.part is None else acting.rows
+        rows = slice(None) if level.sub_level is None else acting.rows
         now = counts[rows].clone()
         counts[rows] = now + 1
         number: Any = int(now[0]) if bool((now == now[0]).all()) else None
     if number is None:
-        number = wrap(now, 0, acting)
-    return lambda: narrow(scope.key) if is_stale(scope.key) else scope.key, number, counts
+        number = wrap_stack(now, 0, acting)
+    return (
+        lambda: restrict_to_running(scope.key) if is_stale(scope.key) else scope.key,
+        number,
+        counts,
+    )
 
 
-def one_draw(randomness: str) -> str:
+def get_direction_flag(randomness: str) -> str:
     """The flag of a `vmap` over directions, all of which see the same draws."""
-    return "same" if randomness == "error" and key_scope.running() is not None else randomness
+    return (
+        "same"
+        if randomness == "error" and key_scope.find_running_scope() is not None
+        else randomness
+    )

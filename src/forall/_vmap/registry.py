@@ -1,7 +1,7 @@
 """The handlers of operators: one dictionary, filled by the rules, completed on first use.
 
 A *handler* is ``handler(level, func, args, kwargs) -> result``: it gets the arguments as autograd
-passed them (at least one of them `Batched` of this level, with an axis) and returns wrapped
+passed them (at least one of them `BatchedTensor` of this level, with an axis) and returns wrapped
 results. `families` makes handlers from shorter forms; most rules are a row in one of those.
 """
 
@@ -25,7 +25,7 @@ UPDATES: dict[Any, Callable] = {}
 BLIND: set[Any] = set()
 
 
-def register(handlers: dict[Any, Handler], way: str = "row") -> None:
+def register_rows(handlers: dict[Any, Handler], way: str = "row") -> None:
     """Enter rows; an operator has one rule."""
     for op, handler in handlers.items():
         if op in HANDLERS and WAYS[op] in {"row", "pointwise"}:
@@ -34,7 +34,7 @@ def register(handlers: dict[Any, Handler], way: str = "row") -> None:
         WAYS[op] = way
 
 
-def overloads(packet: Any) -> Iterable[Any]:
+def list_overloads(packet: Any) -> Iterable[Any]:
     """All overloads of ``torch.ops.aten.<name>``."""
     return [getattr(packet, name) for name in packet.overloads()]
 
@@ -56,7 +56,7 @@ STRANGERS: set[type] = set()
 VIEW_CALLS: dict[Any, Callable] = {}
 
 
-def directly(op: Any, *calls: Callable) -> None:
+def answer_directly(op: Any, *calls: Callable) -> None:
     """Let the rule of an operator answer these calls, which take its arguments."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -65,7 +65,7 @@ def directly(op: Any, *calls: Callable) -> None:
     DIRECT.update((call, (rule, {op})) for call in calls)
 
 
-def view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:
+def make_view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:
     """The call that derives this view again from its base, with or without a batch axis."""
     maker = VIEW_CALLS.get(func)
     if maker is not None:

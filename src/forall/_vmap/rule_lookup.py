@@ -17,91 +17,91 @@ import torch
 
 from forall._compat import custom_op, exception_safety, pytree
 from forall._compat.op_schema import (
-    factory_of,
-    facts,
-    functional_of,
-    writes,
-    written_by,
+    find_factory,
+    find_functional,
+    find_written_args,
+    find_written_tensors,
+    get_facts,
 )
-from forall._compat.private_api import DispatchKey, decompositions, has_kernel
-from forall._core.errors import DataDependentError, collective, slow
-from forall._core.levels import outside
-from forall._core.version_counter import counted
+from forall._compat.private_api import DispatchKey, get_decompositions, has_kernel
+from forall._core.errors import DataDependentError, collective_error, warn_slow_path
+from forall._core.levels import run_outside
+from forall._core.version_counter import bump_versions
 from forall._vmap import custom_rules, registry
 from forall._vmap.mutation import in_place
-from forall._vmap.mutation.mutation_log import written
+from forall._vmap.mutation.mutation_log import write_counts
 from forall._vmap.rule_makers import basic
 
 
-def resolve(func: Any) -> Any:
+def resolve_handler(func: Any) -> Any:
     """The handler for ``func``: its row, or one that is found once and kept."""
     handler = registry.HANDLERS.get(func)
     if handler is None:
-        handler, way = _find(func)
-        if facts(func).into_lists:
-            handler = _counting(handler)
+        handler, way = _find_handler(func)
+        if get_facts(func).into_lists:
+            handler = _make_counting_handler(handler)
         registry.HANDLERS[func] = handler
         registry.WAYS[func] = way
     return handler
 
 
-def _counting(write: Any) -> Any:
+def _make_counting_handler(write: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        with counted(written_by(func, args, kwargs)):
+        with bump_versions(find_written_tensors(func, args, kwargs)):
             return write(level, func, args, kwargs)
 
     return handler
 
 
-def _find(func: Any) -> tuple[Any, str]:
-    fact = facts(func)
+def _find_handler(func: Any) -> tuple[Any, str]:
+    fact = get_facts(func)
     if fact.is_collective:
-        raise collective("vmap", func)
+        raise collective_error("vmap", func)
     if fact.mutates:
         if torch.Tag.inplace_view in func.tags:
-            return _no_rule, "error"
+            return _refuse_operator, "error"
         if fact.pointwise and fact.mutates == (0,) and not fact.out_names:
             return in_place.pointwise_in_place, "derived"
         if func.overloadpacket.__name__.startswith("_foreach_"):
-            decomposition = _decomposition(func)  # tensor by tensor, each in place
+            decomposition = _find_decomposition(func)  # tensor by tensor, each in place
             if decomposition is not None:
-                return _decomposed(decomposition), "decomposed"
-        functional = functional_of(func)
+                return _make_decomposed_handler(decomposition), "decomposed"
+        functional = find_functional(func)
         if functional is not None:
-            return in_place.derived(functional, facts(functional).mutates), "derived"
-        factory = factory_of(func)
+            return in_place.make_write_handler(functional, get_facts(functional).mutates), "derived"
+        factory = find_factory(func)
         if factory is not None:
-            return _made_anew(factory), "derived"
+            return _make_factory_handler(factory), "derived"
         if fact.out_names and len(fact.out_names) == len(fact.mutates):
             return _loop_into_out, "loop"
         if has_kernel(func.name(), DispatchKey.CompositeImplicitAutograd):
-            return _decomposed(_decomposition(func)), "decomposed"
+            return _make_decomposed_handler(_find_decomposition(func)), "decomposed"
         return _loop_and_write, "loop"
     if func.namespace == "prims" and func.overloadpacket.__name__ in _PRIMS:
-        return _as_aten(_PRIMS[func.overloadpacket.__name__]), "derived"
-    op = custom_op.definition(func)
+        return _make_prim_handler(_PRIMS[func.overloadpacket.__name__]), "derived"
+    op = custom_op.find_custom_op(func)
     if op is not None:
-        return custom_rules.torchs_rule(op, _loop), "custom"
+        return custom_rules.make_torch_handler(op, _loop_and_warn), "custom"
     if fact.dynamic:
         return registry.HANDLERS[_BY_SHAPE], "loop"
     if fact.pointwise:
-        return basic.pointwise, "pointwise"
-    view = _view_copied_by(func)
+        return basic.handle_pointwise, "pointwise"
+    view = _find_copied_view(func)
     if view is not None:
-        return _copied(view), "derived"
-    decomposition = _decomposition(func)
+        return _make_view_copy_handler(view), "derived"
+    decomposition = _find_decomposition(func)
     if decomposition is not None:
-        return _decomposed(decomposition), "decomposed"
-    return (_loop_and_write if fact.writes else _loop), "loop"
+        return _make_decomposed_handler(decomposition), "decomposed"
+    return (_loop_and_write if fact.writes else _loop_and_warn), "loop"
 
 
-def _made_anew(factory: Any) -> Any:
+def _make_factory_handler(factory: Any) -> Any:
     """Make a handler of a factory with out=: a new tensor in its dtype, written as to any out=."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        out = kwargs[facts(func).out_names[0]]
+        out = kwargs[get_facts(func).out_names[0]]
         made = functools.partial(factory, dtype=out.dtype, device=out.device)
-        return in_place.derived(made)(level, func, args, kwargs)
+        return in_place.make_write_handler(made)(level, func, args, kwargs)
 
     return handler
 
@@ -112,12 +112,12 @@ _BY_SHAPE = torch.ops.aten.unique_dim.default
 _PRIMS = {name: getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 
 
-def _as_aten(op: Any) -> Any:
+def _make_prim_handler(op: Any) -> Any:
     """Make a handler that runs the usual operator in the place of a prim, which takes less."""
-    return lambda level, func, args, kwargs: resolve(op)(level, op, args, kwargs)
+    return lambda level, func, args, kwargs: resolve_handler(op)(level, op, args, kwargs)
 
 
-def _no_rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _refuse_operator(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     raise NotImplementedError(
         f"vmap: {func} gives a tensor other memory or another shape in place, and has no rule.\n"
         "Use the form that returns a new tensor."
@@ -127,7 +127,7 @@ def _no_rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 # --- copies of views ---------------------------------------------------------------------------
 
 
-def _view_copied_by(func: Any) -> Any | None:
+def _find_copied_view(func: Any) -> Any | None:
     """The view ``f`` that ``f_copy`` copies; None for any other operator."""
     name = func.overloadpacket.__name__
     if not name.endswith("_copy"):
@@ -137,10 +137,10 @@ def _view_copied_by(func: Any) -> Any | None:
     return view if view in registry.HANDLERS else None
 
 
-def _copied(view: Any) -> Any:
+def _make_view_copy_handler(view: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         copy = torch.ops.aten.clone.default
-        with basic.level_on(level):
+        with basic.reenter_level(level):
             try:
                 out = view(*args, **kwargs)
             except RuntimeError:  # a copy asks less of the memory than a view
@@ -154,18 +154,18 @@ def _copied(view: Any) -> Any:
 # --- decompositions ----------------------------------------------------------------------------
 
 
-class _Running(threading.local):
+class _RunningDecompositions(threading.local):
     """The decompositions that this thread runs now, each at its level."""
 
     def __init__(self) -> None:
         self.now: set[tuple[Any, int]] = set()
 
 
-_running = _Running()
+_running = _RunningDecompositions()
 exception_safety.PUT_BACK.append(lambda *_: _running.now.clear())
 
 
-def _decomposition(func: Any) -> Any | None:
+def _find_decomposition(func: Any) -> Any | None:
     """``run(*args, **kwargs)`` in terms of other operators, or None."""
     keys = [DispatchKey.CompositeImplicitAutograd]
     if func.namespace in {"aten", "prims"}:
@@ -174,23 +174,23 @@ def _decomposition(func: Any) -> Any | None:
     for key in keys:
         if has_kernel(func.name(), key):
             return lambda *args, **kwargs: func._op_dk(key, *args, **kwargs)
-    return decompositions().get(func)
+    return get_decompositions().get(func)
 
 
-def _decomposed(run: Any) -> Any:
+def _make_decomposed_handler(run: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        one_by_one = _loop_and_write if facts(func).writes else _loop
+        one_by_one = _loop_and_write if get_facts(func).writes else _loop_and_warn
         entry = (func, level.number)
         if entry in _running.now:
             return one_by_one(level, func, args, kwargs)
         _running.now.add(entry)
-        before = written.times
+        before = write_counts.times
         try:
-            with basic.level_on(level):
+            with basic.reenter_level(level):
                 return run(*args, **kwargs)
         except RuntimeError as error:
-            half_done = facts(func).writes and written.times != before
-            if half_done or not _needs_a_plain_tensor(error):
+            half_done = get_facts(func).writes and write_counts.times != before
+            if half_done or not _needs_plain_tensor(error):
                 raise
         finally:
             _running.now.discard(entry)
@@ -199,7 +199,7 @@ def _decomposed(run: Any) -> Any:
     return handler
 
 
-def _needs_a_plain_tensor(error: RuntimeError) -> bool:
+def _needs_plain_tensor(error: RuntimeError) -> bool:
     """True if one plain example could succeed where the stacks have failed."""
     if isinstance(error, (NotImplementedError, DataDependentError)):
         return True
@@ -213,16 +213,16 @@ _NO_MEMORY = ("its data is not allocated yet", "doesn't have storage")
 # --- loops -------------------------------------------------------------------------------------
 
 
-def _loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    _warn(func)
-    return basic.loop(level, func, args, kwargs)
+def _loop_and_warn(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    _warn_of_slow_loop(func)
+    return basic.loop_and_stack(level, func, args, kwargs)
 
 
 def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Loop over an operator that only exists in place, and write into the examples' targets."""
     arguments = func._schema.arguments
     given = [*args, *(kwargs.get(a.name) for a in arguments[len(args) :])]
-    names, places = [a.name for a in arguments], writes(func, args)
+    names, places = [a.name for a in arguments], find_written_args(func, args)
     known = {}
     for i, value in enumerate(given):
         if i in places or names[i] in places:
@@ -231,37 +231,39 @@ def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
                 known[frozenset(alias.before_set)] = value
             for target in value if isinstance(value, (list, tuple)) else [value]:
                 if target is not None:
-                    in_place.writable(level, func, target, [v for v in given if v is not value])
-    _warn(func)
-    out = basic.loop(level, func, args, kwargs)
+                    in_place.get_writable_stack(
+                        level, func, target, [v for v in given if v is not value]
+                    )
+    _warn_of_slow_loop(func)
+    out = basic.loop_and_stack(level, func, args, kwargs)
     returns = func._schema.returns
     if len(returns) < 2:
-        return known.get(_aliased(returns[0]), out) if returns else None
-    return tuple(known.get(_aliased(r), o) for r, o in zip(returns, out, strict=True))
+        return known.get(_get_alias_set(returns[0]), out) if returns else None
+    return tuple(known.get(_get_alias_set(r), o) for r, o in zip(returns, out, strict=True))
 
 
 def _loop_into_out(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Loop over an operator that only exists with out=, with a new tensor for each example."""
-    dtypes = {name: kwargs[name].dtype for name in facts(func).out_names}
+    dtypes = {name: kwargs[name].dtype for name in get_facts(func).out_names}
 
     def one(*a: Any, **k: Any) -> Any:
         fresh = {n: torch.empty(0, dtype=d, device=kwargs[n].device) for n, d in dtypes.items()}
         return func(*a, **k, **fresh)
 
     def functional(*a: Any, **k: Any) -> Any:
-        with outside(level):
-            return basic.loop(level, one, a, k)
+        with run_outside(level):
+            return basic.loop_and_stack(level, one, a, k)
 
-    _warn(func)
-    return in_place.derived(functional)(level, func, args, kwargs)
+    _warn_of_slow_loop(func)
+    return in_place.make_write_handler(functional)(level, func, args, kwargs)
 
 
-def _aliased(returned: Any) -> frozenset:
+def _get_alias_set(returned: Any) -> frozenset:
     return frozenset() if returned.alias_info is None else frozenset(returned.alias_info.before_set)
 
 
-def _warn(func: Any) -> None:
-    slow(
+def _warn_of_slow_loop(func: Any) -> None:
+    warn_slow_path(
         f"vmap: {func} has no rule and runs once per example.\n"
         "Add a rule with forall.extend.batching_rule to make it fast."
     )

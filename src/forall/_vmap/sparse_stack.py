@@ -11,45 +11,45 @@ from typing import Any
 import torch
 
 from forall._compat import pytree
-from forall._compat.op_schema import facts
+from forall._compat.op_schema import get_facts
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import slow
-from forall._core.sparse_operands import COMPRESSED, constant, is_sparse
-from forall._vmap.batched_tensor import Batched
+from forall._core.errors import warn_slow_path
+from forall._core.sparse_operands import COMPRESSED, alias_constant, is_sparse
+from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.rule_makers import basic
 
 _ALIAS = torch.ops.aten.alias.default
 
 
-def stands_for_itself(out: Any, args: tuple) -> bool:
+def can_stay_unwrapped(out: Any, args: tuple) -> bool:
     """True if a sparse result that all examples share needs no wrapper, as it has no history."""
     return is_sparse(out) and not any(
-        type(a) is Batched and a.requires_grad and torch.is_grad_enabled() for a in args
+        type(a) is BatchedTensor and a.requires_grad and torch.is_grad_enabled() for a in args
     )
 
 
-def of_coordinates(stack: torch.Tensor) -> torch.Tensor:
+def to_coordinates(stack: torch.Tensor) -> torch.Tensor:
     """Convert compressed rows to coordinates: only these have one tensor for all examples."""
     return stack.to_sparse() if stack.layout in COMPRESSED else stack
 
 
-def can_run_apart(func: Any, args: tuple, kwargs: dict) -> bool:
+def can_run_per_example(func: Any, args: tuple, kwargs: dict) -> bool:
     """True if an operator that has failed on stacks may run for one example after another."""
-    if not any(is_sparse(a) for a in pytree.leaves((args, kwargs))):
+    if not any(is_sparse(a) for a in pytree.get_leaves((args, kwargs))):
         return False
-    fact = facts(func)
+    fact = get_facts(func)
     return not fact.mutates and not fact.seeded
 
 
-def apart(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def run_per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator for one example after another, with a warning."""
     if func is _ALIAS and not isinstance(args[0], Wrapper):  # compressed rows have no such view
-        return constant(args[0])
-    outs = basic.each(level, func, args, kwargs)
-    slow(
+        return alias_constant(args[0])
+    outs = basic.call_per_example(level, func, args, kwargs)
+    warn_slow_path(
         f"vmap: {func} has no rule for a tensor of this layout and runs once per example.\n"
         "Use .to_dense() to make it fast."
     )
-    out = basic.restacked(outs)
-    out = out if level.size else basic.without_examples(out)
-    return basic.wrapped(out, 0, level)
+    out = basic.stack_results(outs)
+    out = out if level.size else basic.drop_examples(out)
+    return basic.wrap_results(out, 0, level)

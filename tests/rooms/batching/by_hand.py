@@ -16,36 +16,36 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from forall._vmap.active_set.active_mask import (
-    asked,
-    joined,
-    now,
-    running,
+    evaluate_test,
+    get_active_set,
+    join_tensors,
+    run_active_set,
 )
 from oracle import loop
 
 
 def together(parts: list) -> Any:
     flat = [(world, *tree_flatten(tree)) for world, tree in parts]
-    out = [joined([(w, leaves[i]) for w, leaves, _ in flat]) for i in range(len(flat[0][1]))]
+    out = [join_tensors([(w, leaves[i]) for w, leaves, _ in flat]) for i in range(len(flat[0][1]))]
     return tree_unflatten(out, flat[0][2])
 
 
 def choose(test: Any, yes: Callable, no: Callable) -> Any:
-    answer = asked(test)
+    answer = evaluate_test(test)
     if isinstance(answer, bool):
         return yes() if answer else no()
     parts = []
     for world, side in zip(answer, (yes, no), strict=True):
-        with running(world):
+        with run_active_set(world):
             parts.append((world, side()))
     return together(parts)
 
 
 def repeat(test: Callable, body: Callable, *state: Any) -> Any:
-    left, world = [], now()
+    left, world = [], get_active_set()
     while True:
-        with running(world):
-            answer = asked(test(*state))
+        with run_active_set(world):
+            answer = evaluate_test(test(*state))
             if answer is True:
                 state = body(*state)
                 continue
@@ -54,7 +54,7 @@ def repeat(test: Callable, body: Callable, *state: Any) -> Any:
             return together(left)
         world, done = answer  # pyright: ignore[reportGeneralTypeIssues]
         left.append((done, state))
-        with running(world):
+        with run_active_set(world):
             state = body(*state)
 
 

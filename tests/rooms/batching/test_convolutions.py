@@ -37,9 +37,15 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[convolution.by_groups, convolution.places_last, convolution.channels_last])
+@pytest.fixture(
+    params=[
+        convolution.weight_grad_by_groups,
+        convolution.weight_grad_places_last,
+        convolution.weight_grad_channels_last,
+    ]
+)
 def form(request, monkeypatch):
-    monkeypatch.setattr(convolution, "fastest", lambda *_: request.param)
+    monkeypatch.setattr(convolution, "choose_weight_grad", lambda *_: request.param)
 
 
 def _case(name):
@@ -141,17 +147,23 @@ def test_a_bias_of_another_size_is_refused(kernel, weight_dim, bias, bias_dim):
 @pytest.mark.parametrize(
     ("filters", "image", "form"),
     [
-        ((8, 1, 3, 3), 28, convolution.places_last),  # no blocks of channels
-        ((10, 64, 3, 3), 8, convolution.channels_last),
-        ((64, 64, 1, 1), 8, convolution.places_last),  # nothing is copied
-        ((16, 8, 3, 3), 14, convolution.channels_last),  # the copy is short
-        ((64, 64, 3, 3), 14, convolution.by_groups),
-        ((32, 16, 3, 3), 32, convolution.by_groups),
+        ((8, 1, 3, 3), 28, convolution.weight_grad_places_last),  # no blocks of channels
+        ((10, 64, 3, 3), 8, convolution.weight_grad_channels_last),
+        ((64, 64, 1, 1), 8, convolution.weight_grad_places_last),  # nothing is copied
+        ((16, 8, 3, 3), 14, convolution.weight_grad_channels_last),  # the copy is short
+        ((64, 64, 3, 3), 14, convolution.weight_grad_by_groups),
+        ((32, 16, 3, 3), 32, convolution.weight_grad_by_groups),
     ],
 )
 def test_the_choice_is_by_what_was_measured(filters, image, form):
     x, g = (torch.empty(2, 1, n, image, image) for n in (filters[1], filters[0]))
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    assert convolution.fastest(g, x, filters, *how) is form
-    assert convolution.fastest(g.double(), x.double(), filters, *how) is not convolution.by_groups
-    assert convolution.fastest(g.half(), x.half(), filters, *how) is not convolution.channels_last
+    assert convolution.choose_weight_grad(g, x, filters, *how) is form
+    assert (
+        convolution.choose_weight_grad(g.double(), x.double(), filters, *how)
+        is not convolution.weight_grad_by_groups
+    )
+    assert (
+        convolution.choose_weight_grad(g.half(), x.half(), filters, *how)
+        is not convolution.weight_grad_channels_last
+    )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forall import vmap
-from forall._compat.symbolic_eye import identity, is_identity
+from forall._compat.symbolic_eye import is_identity, make_identity
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ ARE_NOT = {
 
 @pytest.mark.parametrize("name", ARE)
 def test_what_is_one(name):
-    t = identity(3, torch.float32, CPU)
+    t = make_identity(3, torch.float32, CPU)
     view = ARE[name](t)
     assert is_identity(view)
     assert view.squeeze().equal(torch.eye(3))
@@ -43,7 +43,7 @@ def test_what_is_one(name):
 
 @pytest.mark.parametrize("name", ARE_NOT)
 def test_what_is_none(name):
-    assert not is_identity(ARE_NOT[name](identity(3, torch.float32, CPU)))
+    assert not is_identity(ARE_NOT[name](make_identity(3, torch.float32, CPU)))
 
 
 def test_others_are_none():
@@ -64,7 +64,7 @@ def test_others_are_none():
     ],
 )
 def test_until_it_is_written_to(write):
-    t = identity(3, torch.float32, CPU)
+    t = make_identity(3, torch.float32, CPU)
     view = t.unsqueeze(1)
     write(t)
     assert not is_identity(t)
@@ -72,19 +72,19 @@ def test_until_it_is_written_to(write):
 
 
 def test_until_any_example_is_written_to():
-    t = identity(3, torch.float32, CPU)
+    t = make_identity(3, torch.float32, CPU)
     vmap(lambda x: (x * 2).add_(1))(torch.ones(2))
     assert not is_identity(t)
-    assert is_identity(identity(3, torch.float32, CPU))
+    assert is_identity(make_identity(3, torch.float32, CPU))
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_the_smallest(size):
-    assert is_identity(identity(size, torch.float64, CPU).unsqueeze(1))
+    assert is_identity(make_identity(size, torch.float64, CPU).unsqueeze(1))
 
 
 def test_its_memory_is_freed():
-    t = identity(3, torch.float32, CPU)
+    t = make_identity(3, torch.float32, CPU)
     memory = weakref.ref(t.untyped_storage())
     view = t.unsqueeze(1)
     assert is_identity(view)
@@ -95,4 +95,4 @@ def test_its_memory_is_freed():
 
 def test_inference_mode_counts_no_writes():
     with torch.inference_mode():
-        assert not is_identity(identity(3, torch.float32, CPU))
+        assert not is_identity(make_identity(3, torch.float32, CPU))

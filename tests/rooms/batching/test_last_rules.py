@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from forall import PerformanceWarning, grad, jvp, vmap
 from forall._compat.private_api import DispatchKey, has_kernel
-from forall._compat.versions import release
+from forall._compat.versions import get_release
 from forall._vmap import registry, rule_lookup
-from forall._vmap.rules.attention import ROW, with_aligned_rows
+from forall._vmap.rules.attention import ROW, align_mask_rows
 from oracle import check_vmap, difference, loop
 
 aten = torch.ops.aten
@@ -294,7 +294,7 @@ LEFT = {
     "_scaled_grouped_mm_v2.default": "float8, with scales for blocks of it",
     "shallow_copy_data_.default": "how a traced program sets x.data",
 }
-if release() < (2, 13):
+if get_release() < (2, 13):
     LEFT["_unique.default"] = "an older form of _unique2, which has a rule"
 # What these work on is no dense tensor, or is a weight packed for one kernel.
 _ELSEWHERE = re.compile(
@@ -324,8 +324,10 @@ def _overloads():
 
 
 def test_what_is_left_to_the_loop():
-    loops = (rule_lookup._loop, rule_lookup._loop_and_write, rule_lookup._loop_into_out)
-    handlers = {op: registry.HANDLERS.get(op) or rule_lookup._find(op)[0] for op in _overloads()}
+    loops = (rule_lookup._loop_and_warn, rule_lookup._loop_and_write, rule_lookup._loop_into_out)
+    handlers = {
+        op: registry.HANDLERS.get(op) or rule_lookup._find_handler(op)[0] for op in _overloads()
+    }
     assert len(handlers) > 1500
     left = {str(op).removeprefix("aten.") for op, handler in handlers.items() if handler in loops}
     assert left == set(LEFT) & {str(op).removeprefix("aten.") for op in handlers}
@@ -335,7 +337,7 @@ def test_what_is_left_to_the_loop():
 @pytest.mark.parametrize("columns", [1, 6, 16, 19])
 def test_rows_of_a_mask_begin_where_the_memory_efficient_kernel_reads_them(columns):
     mask = torch.randn(4, 2, 3, columns)
-    aligned = with_aligned_rows(mask)
+    aligned = align_mask_rows(mask)
     assert torch.equal(aligned, mask)
     assert aligned.stride(-2) % ROW == 0
-    assert with_aligned_rows(aligned) is aligned
+    assert align_mask_rows(aligned) is aligned

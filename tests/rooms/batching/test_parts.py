@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from forall import grad, jvp, vmap
 from forall._core.levels import stack
-from forall._vmap.batched_tensor import Batched
-from forall._vmap.mutation.view_copies import copies
+from forall._vmap.batched_tensor import BatchedTensor
+from forall._vmap.mutation.view_copies import view_copies
 from oracle import loop
 from rooms.batching.by_hand import check, choose, repeat
 
@@ -405,7 +405,7 @@ def test_an_error_in_one_side_leaves_everything_as_it_was():
             choose(x[0] > 0, inner, lambda: h.sum())
         except ValueError:
             assert stack.parted == 0
-            assert type(h) is not Batched or h.narrowed is None
+            assert type(h) is not BatchedTensor or h.narrowed is None
             raise
         return h.sum()
 
@@ -413,4 +413,4 @@ def test_an_error_in_one_side_leaves_everything_as_it_was():
         vmap(f)(XS)
     assert stack.parted == 0
     assert stack.top is None
-    assert not [r for r in copies.found or [] if r() is not None]
+    assert not [r for r in view_copies.found or [] if r() is not None]

@@ -72,7 +72,9 @@ def test_a_kernel_that_reads_memory_falls_to_the_loop():
 
 def _registered(monkeypatch, run):
     """aten.sin, as if this were its decomposition."""
-    monkeypatch.setitem(registry.HANDLERS, aten.sin.default, rule_lookup._decomposed(run))
+    monkeypatch.setitem(
+        registry.HANDLERS, aten.sin.default, rule_lookup._make_decomposed_handler(run)
+    )
 
 
 def test_a_decomposition_that_leads_back_to_its_operator(monkeypatch):
@@ -121,7 +123,7 @@ def test_what_reads_memory_says_so(name):
 
 def test_the_loop_is_right_without_examples():
     def f(x):
-        return basic.loop(level(x), aten.sin.default, (x,), {})
+        return basic.loop_and_stack(level(x), aten.sin.default, (x,), {})
 
     def level(x):
         return x.level
@@ -142,7 +144,7 @@ def test_torchs_zeros_without_memory_are_added_after_the_level_has_ended():
 
 def test_an_operator_that_has_a_rule_keeps_it():
     rule, way = registry.HANDLERS[aten.clone.default], registry.WAYS[aten.clone.default]
-    assert rule_lookup.resolve(aten.clone.default) is rule
+    assert rule_lookup.resolve_handler(aten.clone.default) is rule
     assert (registry.HANDLERS[aten.clone.default], registry.WAYS[aten.clone.default]) == (rule, way)
 
 

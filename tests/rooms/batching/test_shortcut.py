@@ -31,12 +31,12 @@ def is_direct(f, *args: Tensor, in_dims=0) -> bool:
     answered = []
 
     def answer(*call):
-        out = api_calls.answer(*call)
+        out = api_calls.answer_call(*call)
         answered.append(out is not None)
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(function_mode, "answer", answer)
+        patch.setattr(function_mode, "answer_call", answer)
         vmap(f, in_dims)(*args)
     return all(answered)
 
@@ -225,7 +225,7 @@ def test_a_rule_of_the_users_is_asked():
     op = torch.ops.aten.addmm.default
     api_calls._known.clear()
     try:
-        api_calls.overruled(op)
+        api_calls.leave_to_own_rule(op)
         assert not is_direct(
             F.linear, randn(3, 4, 5), randn(2, 5), randn(2), in_dims=(0, None, None)
         )

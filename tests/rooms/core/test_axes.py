@@ -79,7 +79,7 @@ def test_stacked_dims_of_one_dim_is_stacked_dim(rank):
 def test_past_names_the_same_dim_in_a_stack_with_its_axis_anywhere(rank):
     for axis, dim in product(range(rank + 1), range(rank)):
         xs = stack(rank, axis)
-        there = axes.past(dim, axis)
+        there = axes.shift_past_axis(dim, axis)
         assert there != axis
         assert xs.shape[there] == example(rank).shape[dim]
 
@@ -87,9 +87,9 @@ def test_past_names_the_same_dim_in_a_stack_with_its_axis_anywhere(rank):
 @pytest.mark.parametrize("rank", range(1, 5))
 def test_axis_without_is_where_the_examples_lie_afterwards(rank):
     for axis, dim in product(range(rank + 1), range(rank)):
-        removed = axes.past(dim, axis)
+        removed = axes.shift_past_axis(dim, axis)
         left = stack(rank, axis).select(removed, 0)
-        assert left.shape[axes.axis_without(axis, removed)] == B
+        assert left.shape[axes.axis_after_removal(axis, removed)] == B
 
 
 def test_the_only_dim_of_rank_0_is_an_axis_that_a_rule_must_lend():

@@ -1,6 +1,6 @@
 """What is put back before a function runs once more."""
 
-from forall._core.python_state import Remembered, globals_of, names_of
+from forall._core.python_state import PythonSnapshot, globals_of, names_of
 
 COUNT = 0
 LOG = []
@@ -36,12 +36,12 @@ def test_globals_are_found_where_they_are_named_and_not_where_an_attribute_is():
 
 def test_a_global_is_bound_again():
     for change in (rebinds, forgets):
-        before = Remembered(change, ())
+        before = PythonSnapshot(change, ())
         change()
-        assert before.changed()
+        assert before.differs_from_now()
         before.restore()
         assert COUNT == 0
-        assert not before.changed()
+        assert not before.differs_from_now()
 
 
 def test_empty_containers_of_an_object_are_emptied_again():
@@ -54,7 +54,7 @@ def test_empty_containers_of_an_object_are_emptied_again():
             self.names["a"] = 2
 
     thing = Thing()
-    before = Remembered(thing, ())
+    before = PythonSnapshot(thing, ())
     thing()
     before.restore()
     assert thing.seen == []

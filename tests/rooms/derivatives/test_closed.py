@@ -13,28 +13,28 @@ def variable(value=2.0):
 
 
 def test_a_graph_of_own_variables_alone_is_closed():
-    with reverse_mode.recording() as run:
-        x, y = reverse_mode.variables([torch.tensor(2.0), torch.tensor(3.0)])
-        assert reverse_mode.is_closed((x.sin() * y,), run)
-        assert not reverse_mode.is_closed((x * variable(),), run)
+    with reverse_mode.record_autograd() as run:
+        x, y = reverse_mode.make_variables([torch.tensor(2.0), torch.tensor(3.0)])
+        assert reverse_mode.can_skip_graph((x.sin() * y,), run)
+        assert not reverse_mode.can_skip_graph((x * variable(),), run)
 
 
 def test_variables_of_a_run_within_are_closed_and_those_of_one_around_are_not():
-    with reverse_mode.recording() as outer:
-        (x,) = reverse_mode.variables([torch.tensor(2.0)])
-        with reverse_mode.recording() as inner:
-            (y,) = reverse_mode.variables([torch.tensor(3.0)])
+    with reverse_mode.record_autograd() as outer:
+        (x,) = reverse_mode.make_variables([torch.tensor(2.0)])
+        with reverse_mode.record_autograd() as inner:
+            (y,) = reverse_mode.make_variables([torch.tensor(3.0)])
         both = x * y
-        assert reverse_mode.is_closed((both,), outer)
-        assert not reverse_mode.is_closed((both,), inner)
+        assert reverse_mode.can_skip_graph((both,), outer)
+        assert not reverse_mode.can_skip_graph((both,), inner)
 
 
 def test_only_the_results_that_lead_outside_keep_their_history():
     w = variable()
-    with reverse_mode.recording() as run:
-        (x,) = reverse_mode.variables([torch.tensor(2.0)])
+    with reverse_mode.record_autograd() as run:
+        (x,) = reverse_mode.make_variables([torch.tensor(2.0)])
         results = x.sin(), w * x, x, w, w.exp(), torch.ones(())
-    requires = [t.requires_grad for t in reverse_mode.closed(results, run, True)]
+    requires = [t.requires_grad for t in reverse_mode.detach_from_run(results, run, True)]
     assert requires == [False, True, False, True, True, False]
 
 

@@ -12,8 +12,8 @@ def test_a_list_that_nobody_has_any_more_is_forgotten():
     try:
         inner = Region(thread)
         known = [1]
-        subscripts.note(known)
-        subscripts.note([2])
+        subscripts.log_container(known)
+        subscripts.log_container([2])
         inner.close()
         assert [*(outer.heap or {})] == [id(known)]
     finally:

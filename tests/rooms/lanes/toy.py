@@ -118,7 +118,7 @@ class V:
             STATE.changed.append(self)
             if not STATE.followed:
                 STATE.followed = True
-                aliases.follow()
+                aliases.propagate_writes()
                 STATE.followed = False
 
     def add_(self, other):
@@ -314,7 +314,7 @@ def put(target, value, world) -> None:
 
 
 def use_toy() -> None:
-    runtime.use(
+    runtime.install_interface(
         now=now,
         asked=asked,
         running=running,
@@ -330,13 +330,13 @@ def use_toy() -> None:
         put=put,
     )
     runtime.words.convert = convert_number
-    runtime.words.calculate = converted_call.opaque
+    runtime.words.calculate = converted_call.call_unconverted
 
 
 def forget() -> None:
     """After an exception: as if nothing had run."""
     t = runtime.thread
-    t.back(0)
+    t.leave_sets(0)
     t.top, t.parted = None, 0
     t.mixed.clear()
 
@@ -364,7 +364,7 @@ def together(f, *columns, size=None):
     size = size or next(len(c) for c in columns if isinstance(c, list))
     world = World(range(size))
     run = runtime.convert(f)
-    assert not isinstance(run, runtime.Refused), run
+    assert not isinstance(run, runtime.Refusal), run
     with running(world):
         result = run(*columns_of(columns, world))
         t = runtime.thread
@@ -399,9 +399,9 @@ def lane_of(value, lane):
         return value.tolist()
     with running(World([lane])):
         if type(value) is runtime.Varying:
-            return lane_of(runtime.merge(value.now()), lane)
+            return lane_of(runtime.merge(value.running_parts()), lane)
         if id(value) in runtime.thread.mixed:
-            found = runtime.thread.mixed[id(value)][1].within(World([lane]))
+            found = runtime.thread.mixed[id(value)][1].restrict_to(World([lane]))
             return lane_of(type(value)(found), lane)
         if type(value) in (V, Number):
             return rows_of(value)[0].tolist()

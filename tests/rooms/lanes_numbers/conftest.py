@@ -19,7 +19,7 @@ def parted(monkeypatch):
     def one_of(tensor):
         raise Parted
 
-    monkeypatch.setattr(active_mask, "one_of", one_of)
+    monkeypatch.setattr(active_mask, "read_number", one_of)
     only_groups(monkeypatch)  # which parts by itself
     return Parted
 

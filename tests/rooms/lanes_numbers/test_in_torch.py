@@ -7,7 +7,7 @@ import torch
 
 from forall import vmap
 from forall._divergence import scalar_factories  # noqa: F401 - enters torch.tensor and its like
-from forall._divergence.batched_scalar import number
+from forall._divergence.batched_scalar import read_scalar
 from oracle import loop
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32]
@@ -27,7 +27,7 @@ def same_as_loop(f, ns, parted, near=False):
     """f(n) with the Number of each example, against n.item() on plain tensors."""
 
     def ours(n):
-        got = number(n)
+        got = read_scalar(n)
         assert hasattr(got, "tensor")  # in converted code type(got) is that of one example
         return f(got)
 
@@ -166,23 +166,25 @@ def test_sizes_and_other_arguments_part(parted):
         lambda n: torch.full((n,), 1.0),
     ):
         with pytest.raises(parted):
-            vmap(lambda x, f=f: f(number(x)))(INTS)
+            vmap(lambda x, f=f: f(read_scalar(x)))(INTS)
 
 
 def test_a_number_too_large_for_the_dtype_is_left_to_torch(parted):
     with pytest.raises(parted):
-        vmap(lambda x: torch.empty(2, dtype=torch.int32).fill_(number(x)))(torch.tensor([1, 2**40]))
+        vmap(lambda x: torch.empty(2, dtype=torch.int32).fill_(read_scalar(x)))(
+            torch.tensor([1, 2**40])
+        )
 
 
 def test_a_negative_power_of_ints_is_left_to_torch(parted):
     with pytest.raises(parted):
-        vmap(lambda x: x4(torch.int64) ** number(x))(torch.tensor([1, -1]))
+        vmap(lambda x: x4(torch.int64) ** read_scalar(x))(torch.tensor([1, -1]))
 
 
 def test_derivatives_see_the_number_as_a_constant(parted):
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     ns = torch.tensor([2.0, 3.0, 5.0])
-    vmap(lambda n: (w * number(n)).sum() + n)(ns).sum().backward()
+    vmap(lambda n: (w * read_scalar(n)).sum() + n)(ns).sum().backward()
     assert w.grad.tolist() == [10.0, 10.0]
 
 
@@ -191,7 +193,7 @@ def test_numpys_functions_answer_for_all_examples(parted):
     kept = []
 
     def f(x):
-        n = number(x)
+        n = read_scalar(x)
         kept.extend([np.sqrt(n), np.float64(2) * n, n - np.float64(1), np.maximum(n, 1.5)])
         with pytest.raises(parted):
             np.asarray([n])

@@ -11,7 +11,7 @@ import torch
 
 from forall import vmap
 from forall._divergence import scalar_storage
-from forall._divergence.batched_scalar import Number, number
+from forall._divergence.batched_scalar import BatchedScalar, read_scalar
 from forall._divergence.scalar_math import BUILTINS, MATH
 
 INTS = [0, 1, -1, 2, 3, -7, 10, 63, 64, 255, 2**31, -(2**53) - 1, 2**53 + 1, 2**62, 2**63 - 1]
@@ -60,11 +60,13 @@ def lanes_of(got, ref):
     """What every lane has of a result, in the loop's order."""
     if type(got) is tuple:
         return list(zip(*(lanes_of(g, ref) for g in got), strict=True))
-    if type(got) is not Number:
-        return [got] * scalar_storage.plain(ref).numel()
-    levels = scalar_storage.levels_of(ref)[::-1]
+    if type(got) is not BatchedScalar:
+        return [got] * scalar_storage.read_values(ref).numel()
+    levels = scalar_storage.find_batched_levels(ref)[::-1]
     return (
-        scalar_storage.in_order(scalar_storage.spread([got.tensor, ref])[0], levels)
+        scalar_storage.order_by_levels(
+            scalar_storage.broadcast_values([got.tensor, ref])[0], levels
+        )
         .flatten()
         .tolist()
     )
@@ -113,7 +115,7 @@ def check(f: Any, operands, ref, parted):
     got = ours(f)(*operands)
     for g, w in zip(lanes_of(got, ref), want, strict=True):
         assert is_same(g, w), (*told, g, w)
-    return got if type(got) is Number else None
+    return got if type(got) is BatchedScalar else None
 
 
 def draw(rng, size):
@@ -135,7 +137,7 @@ def constant(rng):
 
 def never_ends(f, n):
     """An int of more bits than there is memory."""
-    most = abs(max(n.bounds, key=abs)) if type(n) is Number else abs(n)
+    most = abs(max(n.bounds, key=abs)) if type(n) is BatchedScalar else abs(n)
     return f in {operator.pow, operator.lshift} and most > 1000
 
 
@@ -149,7 +151,7 @@ def explore(numbers, ref, rng, parted, steps=60):
             f, operands = rng.choice(BINARY), [rng.choice(pool), rng.choice(pool)]
             if rng.random() < 0.4:
                 operands[rng.randrange(2)] = constant(rng)
-        if not any(type(n) is Number for n in operands) or never_ends(f, operands[-1]):
+        if not any(type(n) is BatchedScalar for n in operands) or never_ends(f, operands[-1]):
             continue
         found = check(f, operands, ref, parted)
         if found is not None:
@@ -163,7 +165,7 @@ def test_random_expressions_are_pythons(seed, parted):
     size = rng.choice([1, 2, 5, 40])
 
     def f(*xs):
-        explore([number(x) for x in xs], xs[0], rng, parted)
+        explore([read_scalar(x) for x in xs], xs[0], rng, parted)
         return xs[0]
 
     vmap(f)(*(draw(rng, size) for _ in range(5)))
@@ -175,7 +177,7 @@ def test_random_expressions_over_two_levels(seed, parted):
     rng = random.Random(1000 + seed)
 
     def f(x, y, z):
-        explore([number(t) for t in (x, y, z)], z, rng, parted, steps=30)
+        explore([read_scalar(t) for t in (x, y, z)], z, rng, parted, steps=30)
         return z
 
     inner = vmap(f, in_dims=(None, 0, 0))
@@ -188,7 +190,7 @@ def each(values, f, dtype=None):
     kept = []
 
     def g(x):
-        kept.append(f(number(x)))
+        kept.append(f(read_scalar(x)))
         return x
 
     kind = max(map(type, values), key=[bool, int, float, complex].index)
@@ -198,7 +200,7 @@ def each(values, f, dtype=None):
 
 
 def of(got):
-    return scalar_storage.plain(got.tensor).tolist()
+    return scalar_storage.read_values(got.tensor).tolist()
 
 
 def test_a_float32_is_the_double_that_item_gives():
@@ -209,7 +211,7 @@ def test_a_float32_is_the_double_that_item_gives():
 
 def test_the_number_stays_when_the_tensor_is_written_to():
     def f(x):
-        n = number(x)
+        n = read_scalar(x)
         x.mul_(10)
         return x + n
 

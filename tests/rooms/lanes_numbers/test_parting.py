@@ -5,7 +5,7 @@ import torch
 
 from forall import vmap
 from forall._divergence import scalar_factories  # noqa: F401 - enters torch.tensor and its like
-from forall._divergence.batched_scalar import number
+from forall._divergence.batched_scalar import read_scalar
 from oracle import loop
 
 XS = torch.tensor([1.0, 3.0, 2.0, 3.0, 0.5])
@@ -81,7 +81,7 @@ FUNCTIONS = [
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 def test_values_and_gradients_are_the_loops(f):
     got_at, want_at = XS.clone().requires_grad_(), XS.clone().requires_grad_()
-    got = vmap(lambda x: f(x, number))(got_at)
+    got = vmap(lambda x: f(x, read_scalar))(got_at)
     want = loop(lambda x: f(x, lambda t: t.item()))(want_at)
     torch.testing.assert_close(got, want)
     got.sum().backward()
@@ -92,6 +92,6 @@ def test_values_and_gradients_are_the_loops(f):
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 def test_under_a_second_vmap(f):
     xs = torch.stack([XS, XS.flip(0) + 0.25])
-    got = vmap(vmap(lambda x: f(x, number)))(xs)
+    got = vmap(vmap(lambda x: f(x, read_scalar)))(xs)
     want = loop(loop(lambda x: f(x, lambda t: t.item())))(xs)
     torch.testing.assert_close(got, want)

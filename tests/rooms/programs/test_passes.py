@@ -11,12 +11,12 @@ from forall import jit, vmap
 from forall._compat import pytree
 from forall._jit.graph import (
     Layout,
-    Node,
+    OpNode,
     Program,
     Ref,
     Value,
 )
-from forall._jit.passes.peephole import in_place
+from forall._jit.passes.peephole import reuse_operand_memory
 from forall._jit.tracing.trace_call import record
 
 aten = torch.ops.aten
@@ -120,13 +120,13 @@ def test_a_level_leaves_nothing_but_operators_on_stacks():
 
 @pytest.mark.parametrize("zeros", [(), (1,), (2,)])
 def test_zeros_without_memory_are_not_written_into_nor_multiplied_in_place(zeros):
-    at = Layout.of(torch.ones(3))
+    at = Layout.from_tensor(torch.ones(3))
     values = [Value(at, n, n in zeros) for n in range(4)]
     nodes = [
-        Node(aten.neg.default, (Ref(0),), {}, 1),
-        Node(aten.sin.default, (Ref(0),), {}, 2),
-        Node(aten.mul.Tensor, (Ref(1), Ref(2)), {}, 3),
+        OpNode(aten.neg.default, (Ref(0),), {}, 1),
+        OpNode(aten.sin.default, (Ref(0),), {}, 2),
+        OpNode(aten.mul.Tensor, (Ref(1), Ref(2)), {}, 3),
     ]
     made = Program(values, [0], {}, {}, nodes, [3])
-    in_place(made)
+    reuse_operand_memory(made)
     assert made.nodes[-1].op is (aten.mul.Tensor if zeros else aten.mul_.Tensor)

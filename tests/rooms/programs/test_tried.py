@@ -11,22 +11,22 @@ from torch import Tensor
 from forall import hessian, jacfwd, jit, vmap
 from forall._jit.graph import (
     Layout,
-    Node,
+    OpNode,
     Ref,
     Value,
 )
-from forall._jit.passes.bitwise_check import same_bits
+from forall._jit.passes.bitwise_check import have_same_bits
 
 aten = torch.ops.aten
 SLOPE = aten.tanh_backward.default
 
 
 def values(*tensors: Tensor) -> list[Value]:
-    return [Value(Layout.of(t), n) for n, t in enumerate(tensors)]
+    return [Value(Layout.from_tensor(t), n) for n, t in enumerate(tensors)]
 
 
-def product(a: int, b: int, out: int) -> Node:
-    return Node(aten.mm.default, (Ref(a), Ref(b)), {}, out)
+def product(a: int, b: int, out: int) -> OpNode:
+    return OpNode(aten.mm.default, (Ref(a), Ref(b)), {}, out)
 
 
 def chain(dtype=torch.float32, k=40):
@@ -39,30 +39,30 @@ def chain(dtype=torch.float32, k=40):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_another_order_of_products_has_other_bits(dtype):
     made, left, right = chain(dtype)
-    assert same_bits(made, left, left)
-    assert not same_bits(made, left, right)
+    assert have_same_bits(made, left, left)
+    assert not have_same_bits(made, left, right)
 
 
 def test_of_few_entries_nothing_is_said():
     x = torch.ones(2, 3)
     made = values(x, x.T, x @ x.T)
-    assert not same_bits(made, [product(0, 1, 2)], [product(0, 1, 2)])
+    assert not have_same_bits(made, [product(0, 1, 2)], [product(0, 1, 2)])
     slope = torch.ones(1, 3)
     many = values(torch.ones(400, 3), slope, torch.ones(400, 3))
-    node = Node(SLOPE, (Ref(0), Ref(1)), {}, 2)
-    assert not same_bits(many, [node], [node])
+    node = OpNode(SLOPE, (Ref(0), Ref(1)), {}, 2)
+    assert not have_same_bits(many, [node], [node])
 
 
 def test_of_much_nothing_is_tried():
     a = torch.ones(1000, 1000)
     made = values(a, a, a)
-    assert not same_bits(made, [product(0, 1, 2)], [product(0, 1, 2)])
+    assert not have_same_bits(made, [product(0, 1, 2)], [product(0, 1, 2)])
 
 
 def test_trying_draws_from_nobodys_generator():
     made, left, right = chain()
     before = torch.get_rng_state()
-    same_bits(made, left, right)
+    have_same_bits(made, left, right)
     assert torch.equal(torch.get_rng_state(), before)
 
 

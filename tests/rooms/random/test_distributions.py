@@ -9,8 +9,8 @@ from torch.distributions import Gamma, Laplace, Normal
 import forall.random as R
 from forall import grad, jvp, vmap
 from forall._random import rejection
-from forall._random.keys import words
-from forall._random.threefry import counters
+from forall._random.keys import split_words
+from forall._random.threefry import make_counters
 
 N = 50_000
 KEY = R.key(2024)
@@ -114,7 +114,9 @@ def binomial_mass(n, p):
 
 def binomial(n, p):
     shape = (torch.full((N,), float(n)), torch.full((N,), p))
-    return rejection.binomial(*words("binomial", KEY), counters((N,), None)[1], *shape)
+    return rejection.binomial_operator(
+        *split_words("binomial", KEY), make_counters((N,), None)[1], *shape
+    )
 
 
 def among(*probabilities):

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from forall import vmap
-from forall._ast_rewrite import Refused, template
-from forall._ast_rewrite.find_source import find
+from forall._ast_rewrite import Refusal, find_template
+from forall._ast_rewrite.find_source import find_function_node
 from forall._ast_rewrite.unsupported import CannotConvert
 
 X = torch.tensor([0.7, -0.5, 3.2])
 
 
 def source(f):
-    return ast.unparse(find(f).node)
+    return ast.unparse(find_function_node(f).node)
 
 
 def test_lambdas_of_one_line_are_told_apart():
@@ -81,7 +81,7 @@ def test_functions_with_parameters_for_types():
     linecache.cache["<generic>"] = (len(GENERIC), None, GENERIC.splitlines(True), "<generic>")
     exec(compile(GENERIC, "<generic>", "exec"), names)  # noqa: S102
     for f in (names["inside"], names["named"], names["Box"].method):
-        assert not isinstance(template(f), Refused)
+        assert not isinstance(find_template(f), Refusal)
     assert torch.equal(vmap(names["inside"])(X), X.abs())
     counts, types = vmap(names["named"])(X)
     assert counts.tolist() == [2, 1, 2]

@@ -31,20 +31,20 @@ from forall._api import dynamo_call
 from forall._api.chunk_size import Chunks
 from forall._api.execution import fresh_closures
 from forall._compat import exception_safety, functorch_interop, profiler
-from forall._compat.dispatch_state import dispatch_modes
-from forall._compat.trace_modes import trace_before_autograd
+from forall._compat.dispatch_state import count_dispatch_modes
+from forall._compat.trace_modes import is_pre_dispatch_tracing
 from forall._compat.transform_call import call_transform
 from forall._core import config
-from forall._core.errors import Call
+from forall._core.errors import TransformCall
 from forall._core.levels import stack
-from forall._jit.search_budget import clock, without_collections
+from forall._jit.search_budget import clock, disable_gc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from forall._api.execution.loop_or_batch import Settled, Times
+    from forall._api.execution.loop_or_batch import CallTimes, SettledCalls
     from forall._api.execution.side_effect_free import Bindings
-    from forall._jit.auto.policy import Replays
+    from forall._jit.auto.policy import AutoReplayCache
 
 _CALLS = 2  # of a function before it is analysed, however long they take
 _TIMED = 16  # replayed calls that are timed
@@ -62,12 +62,12 @@ class Calls:
 
     __slots__ = ("count", "further", "home", "replays", "same", "spent")
 
-    def __init__(self, same: list | None = None, home: _Home | None = None) -> None:
+    def __init__(self, same: list | None = None, home: _OwnedCalls | None = None) -> None:
         self.same = same  # the key of fresh closures; kept alive, because its ids are in use
         self.home = home  # drops the calls when a user's object dies
         self.count = 0
         self.spent = 0.0
-        self.replays: Replays | None = None
+        self.replays: AutoReplayCache | None = None
         self.further: dict[Any, Calls] = {}
 
     def run(self, func: Any, given: list | None, eager: Callable, args: tuple, kwargs: dict) -> Any:
@@ -79,7 +79,7 @@ class Calls:
         if self.home is not None:
             self.home.is_used = True
         if replays is None and config.now.replay == "check":
-            replays = self._looked_at(func, eager)
+            replays = self._make_replays(func, eager)
         if replays is not None:
             instead = functools.partial(exception_safety.call, eager, func, *args, **kwargs)
             return replays.run((given, *args) if given else args, kwargs, instead)
@@ -87,8 +87,8 @@ class Calls:
         result = call_transform(eager, func, *args, **kwargs)
         self.spent += perf_counter() - start
         self.count += 1
-        if self.count >= _CALLS and self.spent >= config.now.patience and _can_record():
-            self._looked_at(func, eager)
+        if self.count >= _CALLS and self.spent >= config.now.patience and _import_recorder():
+            self._make_replays(func, eager)
         return result
 
     def __reduce__(self) -> tuple:
@@ -99,7 +99,7 @@ class Calls:
         """The number of calls that were replayed."""
         return 0 if self.replays is None else self.replays.hits
 
-    def may_replay(self, times: Times) -> bool:
+    def may_replay(self, times: CallTimes) -> bool:
         """Return True if the next call may be replayed, or recorded, and gains by that."""
         replays = self.replays
         if replays is None or (replays.newest is None and replays.attempts.rest > 0):
@@ -108,73 +108,77 @@ class Calls:
 
     def has_doubts(self) -> bool:
         """Return True if it is known that no call will be replayed."""
-        return self.replays is not None and self.replays.doubt() is not None
+        return self.replays is not None and self.replays.find_obstacle() is not None
 
-    def told(self, func: Any, eager: Callable) -> str:
+    def describe_replay(self, func: Any, eager: Callable) -> str:
         """Describe how the calls are replayed, or why not; "" if that is not known yet."""
-        replays = self._looked_at(func, eager) if self.replays is None else self.replays
-        why = replays.doubt()
+        replays = self._make_replays(func, eager) if self.replays is None else self.replays
+        why = replays.find_obstacle()
         if why is not None:
             return f"no: {why}"
         return f"{replays.hits} calls so far" if replays.hits else ""
 
-    def _looked_at(self, func: Any, eager: Callable) -> Replays:
-        from forall._jit.auto.policy import Replays  # it imports the recorder, which takes long
+    def _make_replays(self, func: Any, eager: Callable) -> AutoReplayCache:
+        from forall._jit.auto.policy import (
+            AutoReplayCache,  # it imports the recorder, which takes long
+        )
 
         if self.same is None:
-            self.replays = Replays(functools.partial(eager, func))
+            self.replays = AutoReplayCache(functools.partial(eager, func))
         else:
-            run = functools.partial(_stood_in, eager, fresh_closures.standing_in(func))
-            if fresh_closures.Given not in self.same:
+            run = functools.partial(_call_template, eager, fresh_closures.rebuild_closure(func))
+            if fresh_closures.BoundValue not in self.same:
                 run = functools.partial(run, ())
             in_table = self.home is not None and self.home.kept is fresh_closures.table
             leave = self.home.hold if in_table else None
             copied = any(isinstance(x, CodeType) for x in self.same)
-            self.replays = Replays(run, leave, stands_in=copied)
+            self.replays = AutoReplayCache(run, leave, stands_in=copied)
         return self.replays
 
 
-def _can_record() -> bool:
+def _import_recorder() -> bool:
     """Import the recorder, a part of it with each call; return True once all is imported."""
     rooms = [room for room in _RECORDS if room not in sys.modules]
     if not rooms:
         return True
     start = clock()
-    with without_collections():
+    with disable_gc():
         while rooms and clock() - start < _AT_ONCE:
             import_module(rooms.pop(0))
     return not rooms
 
 
-def _stood_in(eager: Callable, template: Any, given: Sequence, /, *args: Any, **kwargs: Any) -> Any:
-    return eager(fresh_closures.standing_in(template, iter(given)), *args, **kwargs)
+def _call_template(
+    eager: Callable, template: Any, given: Sequence, /, *args: Any, **kwargs: Any
+) -> Any:
+    return eager(fresh_closures.rebuild_closure(template, iter(given)), *args, **kwargs)
 
 
-class _Home:
+class _OwnedCalls:
     """The calls that depend on objects of the user's, which are dropped when one of these dies."""
 
     __slots__ = ("is_used", "kept", "key", "objects", "same")
 
-    def __init__(self, kept: dict, key: Any, made: fresh_closures.Made) -> None:
+    def __init__(self, kept: dict, key: Any, made: fresh_closures.FreshClosure) -> None:
         self.kept, self.key, self.same = kept, key, made.same
-        self.objects = [ref(x(), self._left) for x in made.objects()]
+        self.objects = [ref(x(), self._drop_calls) for x in made.objects()]
         self.is_used = False  # since the last full collection
 
-    def _left(self, _: ref) -> None:
+    def _drop_calls(self, _: ref) -> None:
         self.kept.pop(self.key, None)
         _holding.pop(id(self), None)
 
     def hold(self) -> None:
         """Note that a program will hold the objects, which must die once the program is unused."""
-        if not _holding and _let_go_of_unused not in gc.callbacks:
-            gc.callbacks.append(_let_go_of_unused)
+        if not _holding and _drop_unused_calls not in gc.callbacks:
+            gc.callbacks.append(_drop_unused_calls)
         _holding[id(self)] = self
 
 
-_holding: dict[int, _Home] = {}
+_holding: dict[int, _OwnedCalls] = {}
 
 
-def _let_go_of_unused(phase: str, info: dict[str, int]) -> None:
+def _drop_unused_calls(phase: str, info: dict[str, int]) -> None:
     """Drop programs that hold objects of the user's, and had no call since the last collection.
 
     Python calls this before and after a garbage collection; the objects may then be collected.
@@ -191,7 +195,7 @@ def _let_go_of_unused(phase: str, info: dict[str, int]) -> None:
 _FULL = 2  # the generation of a full collection
 
 
-class _Further:
+class _FunctionCalls:
     """The calls of all transforms of a user's function or module, and its pure bindings."""
 
     __slots__ = ("bindings", "calls", "doubts", "of")
@@ -206,45 +210,48 @@ class _Further:
         return type(None), ()  # copied or pickled with its owner; a reader may not have forall
 
 
-def is_on() -> bool:
+def can_replay() -> bool:
     """Return True if a call that begins now may be replayed.
 
     Not inside a transform: the outermost one replays the whole call, or pulls back many at once.
     """
     if is_compiling() or not config.now.replay or stack.top is not None or stack.reversing:
         return False
-    return not functorch_interop.needed() and not trace_before_autograd()
+    return not functorch_interop.must_hand_over() and not is_pre_dispatch_tracing()
 
 
-class _Place(NamedTuple):
+class _BoundCalls(NamedTuple):
     """The calls of a function, and its bound values if it is a fresh closure."""
 
     calls: Calls
     given: list | None
 
 
-def _place(func: Any, key: Any, own: Calls | None = None) -> _Place:
+def _find_calls(func: Any, key: Any, own: Calls | None = None) -> _BoundCalls:
     """Find the calls of the transform of ``func`` with this ``key``.
 
     ``own`` are the calls of one such transform, which nothing else refers to.
     """
-    if key is None or not is_on() or dispatch_modes():  # a mode must see all operators
-        return _Place(Calls(), None)
+    if key is None or not can_replay() or count_dispatch_modes():  # a mode must see all operators
+        return _BoundCalls(Calls(), None)
     if type(func) is MethodType and isinstance(func.__self__, Module):
-        return _Place(_calls(_kept(func.__self__), (func.__func__, key), fresh_closures.MOST), None)
-    made = fresh_closures.taken(func)
+        return _BoundCalls(
+            _get_calls(_get_calls_by_key(func.__self__), (func.__func__, key), fresh_closures.MOST),
+            None,
+        )
+    made = fresh_closures.read_fresh_closure(func)
     if made is not None:
-        return _Place(_calls_anew(made, key), made.given)
-    how = fresh_closures.transform_of(func)
+        return _BoundCalls(_get_closure_calls(made, key), made.given)
+    how = fresh_closures.find_transform(func)
     if how is not None:
-        return _Place(_calls(how.calls().further, key, _MOST), None)
+        return _BoundCalls(_get_calls(how.calls().further, key, _MOST), None)
     if not isinstance(func, (FunctionType, Module)):
-        return _Place(own or Calls(), None)
+        return _BoundCalls(own or Calls(), None)
     most = fresh_closures.MOST if isinstance(func, Module) else _MOST
-    return _Place(_calls(_kept(func), key, most), None)
+    return _BoundCalls(_get_calls(_get_calls_by_key(func), key, most), None)
 
 
-def _calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
+def _get_calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
     calls = kept.get(key)
     if calls is None:
         calls = Calls()
@@ -253,35 +260,35 @@ def _calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
     return calls
 
 
-def _calls_anew(made: fresh_closures.Made, key: Any) -> Calls:
+def _get_closure_calls(made: fresh_closures.FreshClosure, key: Any) -> Calls:
     """Return the calls of all fresh closures with these parts."""
     module = made.home()
-    kept: dict[Any, Any] = fresh_closures.table if module is None else _kept(module)
+    kept: dict[Any, Any] = fresh_closures.table if module is None else _get_calls_by_key(module)
     key = (*map(id, made.same), key)
     calls = kept.get(key)
     if calls is None:
-        home = _Home(kept, key, made) if made.objects() else None
+        home = _OwnedCalls(kept, key, made) if made.objects() else None
         if len(kept) >= fresh_closures.MOST:
             kept.pop(next(iter(kept)), None)  # the oldest, of functions no longer created
         calls = kept[key] = Calls(made.same, home)
     return calls
 
 
-def replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
+def call_or_replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
     """Return ``eager(func, *args)``, replayed if it can be."""
-    calls, given = _place(func, _key_of(how))
+    calls, given = _find_calls(func, _make_transform_key(how))
     return calls.run(func, given, eager, args, {})
 
 
-def replayed(func: Callable) -> Callable:
+def make_replayable(func: Callable) -> Callable:
     """Return the function with calls that are replayed if they can be, one autograd node each."""
-    if not is_on():
+    if not can_replay():
         return func
-    calls, given = _place(func, ())
+    calls, given = _find_calls(func, ())
     return lambda *args: calls.run(func, given, operator.call, args, {})
 
 
-def told(verb: str, **options: Any) -> tuple:
+def collect_options(verb: str, **options: Any) -> tuple:
     """Return the name and options of a transform, which tell it from others of its function.
 
     A test compares ``options`` with the parameters of the signature.
@@ -289,26 +296,28 @@ def told(verb: str, **options: Any) -> tuple:
     return verb, *options.items()
 
 
-def _key_of(how: tuple) -> Any:
+def _make_transform_key(how: tuple) -> Any:
     """Return a key that is equal for equal options; None if an option has no key."""
     try:
-        return _key(how)
+        return _make_value_key(how)
     except TypeError:
         return None
 
 
-def _key(value: Any) -> Any:
+def _make_value_key(value: Any) -> Any:
     kind = type(value)
     if kind is tuple:
-        return tuple(map(_key, value))
+        return tuple(map(_make_value_key, value))
     if kind is list:
-        return kind.__name__, *map(_key, value)
+        return kind.__name__, *map(_make_value_key, value)
     if kind is dict:
-        return kind.__name__, *[(_key(name), _key(x)) for name, x in value.items()]
+        return kind.__name__, *[
+            (_make_value_key(name), _make_value_key(x)) for name, x in value.items()
+        ]
     if value is None or kind in _WORDS:
         return kind.__name__, value  # 1 and True are not the same
     if kind is Chunks:
-        return kind.__name__, *[_key(getattr(value, f.name)) for f in fields(Chunks)]
+        return kind.__name__, *[_make_value_key(getattr(value, f.name)) for f in fields(Chunks)]
     raise TypeError
 
 
@@ -316,21 +325,21 @@ _WORDS = frozenset({bool, int, str})
 _UNTOLD: Any = object()  # among a template's options, so that it has no key
 
 
-def _may_change(value: Any) -> bool:
+def _has_mutable_options(value: Any) -> bool:
     """Return True if the options hold a list or dict, which the transform reads in each call."""
     if type(value) is tuple:
-        return any(map(_may_change, value))
+        return any(map(_has_mutable_options, value))
     return type(value) in (list, dict)
 
 
-def _kept(owner: FunctionType | Module) -> dict[Any, Calls]:
-    return _further(owner).calls
+def _get_calls_by_key(owner: FunctionType | Module) -> dict[Any, Calls]:
+    return _get_function_calls(owner).calls
 
 
-def _further(owner: FunctionType | Module) -> _Further:
+def _get_function_calls(owner: FunctionType | Module) -> _FunctionCalls:
     kept = vars(owner).get("__forall_further__")
-    if type(kept) is not _Further or kept.of() is not owner:
-        kept = vars(owner)["__forall_further__"] = _Further(owner)
+    if type(kept) is not _FunctionCalls or kept.of() is not owner:
+        kept = vars(owner)["__forall_further__"] = _FunctionCalls(owner)
     return kept
 
 
@@ -341,7 +350,7 @@ def find_bindings(func: Any) -> Bindings | None:
     """
     if type(func) is not FunctionType:
         return None
-    kept = _further(func)
+    kept = _get_function_calls(func)
     if kept.bindings is not None:
         if kept.bindings.hold(func):
             return kept.bindings
@@ -350,18 +359,18 @@ def find_bindings(func: Any) -> Bindings | None:
         kept.doubts -= 1
         return None
     # Its tables take time to import, and in most programs no examples diverge.
-    from forall._api.execution.side_effect_free import bindings_of
+    from forall._api.execution.side_effect_free import find_pure_bindings
 
-    kept.bindings = bindings_of(func)
+    kept.bindings = find_pure_bindings(func)
     if kept.bindings is None:
         kept.doubts = _LOOKED_AT_AGAIN
     return kept.bindings
 
 
-def replaying(
+def replay_transform(
     func: Callable,
     how: tuple = (),
-    settled: Settled | None = None,
+    settled: SettledCalls | None = None,
     alone: Callable | None = None,
 ) -> Callable[[Callable], Callable]:
     """Return a decorator for a transform of ``func``, which is replayed if it can be.
@@ -370,45 +379,45 @@ def replaying(
     function that is its first argument. ``settled`` runs calls that need no checks, while nothing
     is replayed. ``alone`` does the same by torch.autograd, for ordinary tensors without history.
     """
-    return functools.partial(_transformed, func, how, settled=settled, alone=alone)
+    return functools.partial(_make_transformed, func, how, settled=settled, alone=alone)
 
 
-def _transformed(
+def _make_transformed(
     func: Callable,
     how: tuple,
     eager: Callable,
     *,
-    settled: Settled | None = None,
+    settled: SettledCalls | None = None,
     alone: Callable | None = None,
 ) -> Callable:
     verb = how[0] if how else ""
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def call_traced(*args: Any, **kwargs: Any) -> Any:
         """Run the call where Dynamo traces it."""
-        if verb in dynamo_call.VERBS and not functorch_interop.needed():
+        if verb in dynamo_call.VERBS and not functorch_interop.must_hand_over():
             options = dict([x for x in how[1:] if x is not _UNTOLD])
-            return dynamo_call.call(verb, options, func, args, kwargs)
+            return dynamo_call.call_transform(verb, options, func, args, kwargs)
         return eager(func, *args, **kwargs)
 
     if is_compiling():
-        return traced
-    key, may_change = _key_of(how), _may_change(how)
-    asked = key is not None and is_on() and fresh_closures.may_be_anew(func)
+        return call_traced
+    key, may_change = _make_transform_key(how), _has_mutable_options(how)
+    asked = key is not None and can_replay() and fresh_closures.may_be_fresh_closure(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
-    fixed = None if asked else _place(func, key, own)
+    fixed = None if asked else _find_calls(func, key, own)
     last: Calls | None = None
 
     @functools.wraps(func, updated=())
-    def transformed(*args: Any, **kwargs: Any) -> Any:
+    def call_transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
         if is_compiling():
-            return traced(*args, **kwargs)
+            return call_traced(*args, **kwargs)
         known = span = quiet = None
-        if functorch_interop.compiler_listens():
-            quiet = functorch_interop.eagerly()
+        if functorch_interop.is_dynamo_listening():
+            quiet = functorch_interop.run_eagerly()
             quiet.__enter__()
-        if profiler.is_on():
-            span = profiler.span(str(Call(verb, func)))
+        if profiler.is_profiling():
+            span = profiler.make_span(str(TransformCall(verb, func)))
             span.__enter__()
         try:
             if settled is not None and settled.unknown != settled.codes and not kwargs:
@@ -417,18 +426,20 @@ def _transformed(
                 if found is not None:
                     return found[0]
             replays = None if last is None else last.replays
-            if not is_on() or (replays is not None and replays.newest is None and replays.passes()):
+            if not can_replay() or (
+                replays is not None and replays.newest is None and replays.skips_call()
+            ):
                 return call_transform(eager, func, *args, **kwargs)
-            if may_change and key != _key_of(how):
+            if may_change and key != _make_transform_key(how):
                 return call_transform(eager, func, *args, **kwargs)
-            calls, given = fixed or _place(func, key, own)
+            calls, given = fixed or _find_calls(func, key, own)
             last = calls  # finding them may take longer than a replayed call
             if known is None or known.times.replays >= _TIMED:
                 return calls.run(func, given, eager, args, kwargs)
             hits, start = calls.hits, perf_counter()
             result = calls.run(func, given, eager, args, kwargs)
             if calls.hits > hits:
-                known.times.was_replayed(perf_counter() - start)
+                known.times.note_replay(perf_counter() - start)
             return result
         finally:
             if span is not None:
@@ -437,20 +448,22 @@ def _transformed(
                 quiet.__exit__(None, None, None)
 
     def calls() -> Calls:
-        return (fixed or _place(func, key, own)).calls
+        return (fixed or _find_calls(func, key, own)).calls
 
-    made = vars(transformed)
+    made = vars(call_transformed)
     made["__forall_transform__"] = fresh_closures.Transform(
         func,
         None if may_change else key,
-        lambda other: _transformed(other, (*how, _UNTOLD), eager),
+        lambda other: _make_transformed(other, (*how, _UNTOLD), eager),
         calls,
         alone,
     )
-    made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
-    return transformed
+    made["__forall_told__"] = lambda: calls().describe_replay(
+        func, eager
+    )  # what `explain` asks for
+    return call_transformed
 
 
-def calls_of(transformed: Callable) -> Calls:
+def get_transform_calls(transformed: Callable) -> Calls:
     """Return the calls of a transformed function so far."""
     return vars(transformed)["__forall_transform__"].calls()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._api.chunk_size import chunks_of
-from forall._api.execution.groups import Altered, joined
+from forall._api.chunk_size import make_chunks
+from forall._api.execution.groups import OptionsOverride, join_groups
 from forall._compat import pytree, rng_state
 from forall._compat.storage import empty_cache, has_allocated_on_accelerator, is_out_of_memory
 
@@ -17,39 +17,41 @@ if TYPE_CHECKING:
 
     from forall._api.chunk_size import Chunks
     from forall._api.typing import Chunk
-    from forall._api.vmap import Mapping
+    from forall._api.vmap import MappedCall
 
 
-class Sparing(Altered):
+class OutOfMemoryRetry(OptionsOverride):
     """The options of a call whose runs are undone, to be retried, if memory does not suffice."""
 
-    spares = True
+    retries_on_oom = True
 
 
-def in_chunks(call: Mapping, chunk: Chunk) -> Any:
+def run_in_chunks(call: MappedCall, chunk: Chunk) -> Any:
     """Run all examples in chunks, and return their results."""
     size = call.entering.size
-    chunks = chunks_of(chunk)
+    chunks = make_chunks(chunk)
     if size <= 1 or chunks is None or (chunks.size != "auto" and chunks.size >= size):
         return call.run()
     if chunks.size == "auto":
-        call = call._replace(options=Sparing(call.options))
+        call = call._replace(options=OutOfMemoryRetry(call.options))
     same = call.draws.flag == "same"
-    drawn = rng_state.states(call.entering.leaves) if same else {}
+    drawn = rng_state.save_states(call.entering.leaves) if same else {}
 
     def one(numbers: range) -> tuple:
         if same and numbers.start:
-            rng_state.restore(drawn)  # the same for all examples, not only for a chunk of them
-        with rng_state.noting(drawn):
+            rng_state.restore_states(
+                drawn
+            )  # the same for all examples, not only for a chunk of them
+        with rng_state.record_new_states(drawn):
             part = call if len(numbers) == size else call.some(numbers)
             return numbers, *pytree.flatten(part.run())
 
-    parts = [*each(one, size, chunks, call.entering.leaves, "example")]
-    flat, spec = joined(call.places, parts)
+    parts = [*run_each_chunk(one, size, chunks, call.entering.leaves, "example")]
+    flat, spec = join_groups(call.places, parts)
     return pytree.unflatten(flat, spec)
 
 
-def each(
+def run_each_chunk(
     run: Callable[[range], Any], size: int, chunk: Chunk, given: Iterable[Any], unit: str
 ) -> Iterator[Any]:
     """Yield the result of ``run`` for each chunk of ``size`` things, in order.
@@ -57,12 +59,12 @@ def each(
     With "auto" a chunk for which memory does not suffice is halved, and so are those after it. The
     chunks before it are kept. ``run`` must leave nothing behind of a chunk that failed so.
     """
-    chunks = chunks_of(chunk)
+    chunks = make_chunks(chunk)
     if chunks is None:
         yield run(range(size))
         return
     with chunks.bar(size, unit) as bar:
-        for numbers, found in _each(
+        for numbers, found in _iterate_chunks(
             run, size, chunks, [x for x in given if isinstance(x, torch.Tensor)]
         ):
             yield found
@@ -70,7 +72,7 @@ def each(
                 bar.update(len(numbers))
 
 
-def _each(
+def _iterate_chunks(
     run: Callable[[range], Any], size: int, chunks: Chunks, given: list[torch.Tensor]
 ) -> Iterator[tuple[range, Any]]:
     start, step = 0, size if chunks.size == "auto" else chunks.size

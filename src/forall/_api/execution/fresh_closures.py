@@ -55,11 +55,11 @@ from forall._compat import pytree
 from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
 from forall._core.python_state import (
     UNSET,
-    Unwatched,
-    Weakly,
-    contents,
+    UnguardedState,
+    WeakBox,
+    cell_contents_of,
     globals_of,
-    is_no_users,
+    is_not_users,
     is_ours,
     may_rebind,
 )
@@ -80,12 +80,12 @@ table: dict[Any, Any] = {}
 _keys: dict[Hashable, Hashable] = {}
 
 
-class Given(Unwatched):
+class BoundValue(UnguardedState):
     """A placeholder in a template for a value that each call binds."""
 
 
 _TREES = frozenset({tuple, list, dict, OrderedDict})
-_SINGLE = frozenset((*PLAIN, *_NUMBERS, Given))
+_SINGLE = frozenset((*PLAIN, *_NUMBERS, BoundValue))
 _GIVEN = _SINGLE | _TREES
 
 
@@ -103,7 +103,7 @@ class Transform(NamedTuple):
     alone: Callable | None = None
 
 
-class Made(NamedTuple):
+class FreshClosure(NamedTuple):
     """The parts of a function: ``same``, which make up its key, and ``given``, the bound values."""
 
     same: list
@@ -119,129 +119,129 @@ class Made(NamedTuple):
         return [x for x in self.same if type(x) is ReferenceType]
 
 
-def may_be_anew(func: Any) -> bool:
+def may_be_fresh_closure(func: Any) -> bool:
     """Return True if the parts of a function have to be read with each call."""
-    how = transform_of(func)
+    how = find_transform(func)
     if how is not None:
-        return may_be_anew(how.func)
-    return type(func) is functools.partial or _is_function(func)
+        return may_be_fresh_closure(how.func)
+    return type(func) is functools.partial or _has_bound_values(func)
 
 
-def taken(func: Any) -> Made | None:
+def read_fresh_closure(func: Any) -> FreshClosure | None:
     """Return the parts of a fresh closure; None for any other function."""
-    reading = _Reading()
+    reading = _ClosureReader()
     try:
         reading.root(func)
-    except _OfItsOwn:
+    except _CannotShare:
         return None
-    return Made(reading.same, reading.given)
+    return FreshClosure(reading.same, reading.given)
 
 
-def standing_in(func: Any, given: Iterator | None = None) -> Any:
+def rebuild_closure(func: Any, given: Iterator | None = None) -> Any:
     """Return a copy of a function with the bound values ``given``; without them, a template."""
-    if _is_of_parts(func):
-        return tuple(standing_in(x, given) for x in func)
-    if type(func) in _GIVEN or _is_named(func):
-        return Given() if given is None else next(given)
-    how = transform_of(func)
+    if _is_tuple_of_functions(func):
+        return tuple(rebuild_closure(x, given) for x in func)
+    if type(func) in _GIVEN or _is_plain_namedtuple(func):
+        return BoundValue() if given is None else next(given)
+    how = find_transform(func)
     if how is not None:
-        return how.make(standing_in(how.func, given))
-    if type(func) is Weakly:
+        return how.make(rebuild_closure(how.func, given))
+    if type(func) is WeakBox:
         return func.of()
-    if is_an_object(func):
-        return Weakly(ref(func))
+    if is_users_object(func):
+        return WeakBox(ref(func))
     if type(func) is MethodType:
-        return MethodType(func.__func__, standing_in(func.__self__, given))
+        return MethodType(func.__func__, rebuild_closure(func.__self__, given))
     if type(func) is functools.partial:
-        inner, *args = (standing_in(x, given) for x in (func.func, *func.args))
+        inner, *args = (rebuild_closure(x, given) for x in (func.func, *func.args))
         return functools.partial(
-            inner, *args, **{name: standing_in(x, given) for name, x in func.keywords.items()}
+            inner, *args, **{name: rebuild_closure(x, given) for name, x in func.keywords.items()}
         )
-    return _function(func, given) if _is_function(func) else func
+    return _rebuild_function(func, given) if _has_bound_values(func) else func
 
 
-class _OfItsOwn(Exception):  # noqa: N818 - no error: nothing is kept
+class _CannotShare(Exception):  # noqa: N818 - no error: nothing is kept
     """A part of a function that another function with the same code need not have."""
 
 
-class _Reading:
+class _ClosureReader:
     def __init__(self) -> None:
         self.same, self.given = [], []
 
     def root(self, func: Any) -> None:
-        how = transform_of(func)
+        how = find_transform(func)
         if how is not None:
-            self.same.append(_one(how.key))
+            self.same.append(_intern_key(how.key))
             self.root(how.func)
         elif type(func) is functools.partial:
             self.part(func, 0)
-        elif _is_function(func):
+        elif _has_bound_values(func):
             self.function(func, 1)
-        elif isinstance(func, BuiltinFunctionType) and _is_of_a_module(func):
+        elif isinstance(func, BuiltinFunctionType) and _is_module_level(func):
             self.same.append(func)  # `vmap(torch.sum)`: permanent, and captures nothing
-        elif is_an_object(func.__self__ if type(func) is MethodType else func):
+        elif is_users_object(func.__self__ if type(func) is MethodType else func):
             self.part(func, 0)
         else:
-            raise _OfItsOwn
+            raise _CannotShare
 
     def part(self, x: Any, depth: int) -> None:
         kind = type(x)
-        if _is_of_parts(x):
+        if _is_tuple_of_functions(x):
             if depth > _DEEPEST:
-                raise _OfItsOwn
+                raise _CannotShare
             self.same += [kind, len(x)]
             for inner in x:
                 self.part(inner, depth + 1)
-        elif kind in _GIVEN or _is_named(x):
-            if kind not in _SINGLE and not _is_plain(x):
-                raise _OfItsOwn
-            self.same.append(Given)
+        elif kind in _GIVEN or _is_plain_namedtuple(x):
+            if kind not in _SINGLE and not _is_tree_of_plain_leaves(x):
+                raise _CannotShare
+            self.same.append(BoundValue)
             self.given.append(x)
         elif depth > _DEEPEST:
-            raise _OfItsOwn
+            raise _CannotShare
         elif kind is functools.partial:
             self.same += [kind, len(x.args), *x.keywords]
             for inner in (x.func, *x.args, *x.keywords.values()):
                 self.part(inner, depth + 1)
-        elif (how := transform_of(x)) is not None:
-            self.same.append(_one(how.key))
+        elif (how := find_transform(x)) is not None:
+            self.same.append(_intern_key(how.key))
             self.part(how.func, depth + 1)
-        elif _is_function(x):
+        elif _has_bound_values(x):
             self.function(x, depth + 1)
-        elif isinstance(x, (Module, ModuleType, *_WORDS)) or x is UNSET or _is_of_a_module(x):
+        elif isinstance(x, (Module, ModuleType, *_WORDS)) or x is UNSET or _is_module_level(x):
             self.same.append(x)
         elif kind is MethodType:
             self.same.append(x.__func__)
             self.part(x.__self__, depth + 1)
-        elif is_an_object(x):
+        elif is_users_object(x):
             self.same.append(ref(x))
         else:
-            raise _OfItsOwn
+            raise _CannotShare
 
     def function(self, func: FunctionType, depth: int) -> None:
         if vars(func).keys() - _OF_OURS or func.__kwdefaults__ or may_rebind(func.__code__):
-            raise _OfItsOwn
+            raise _CannotShare
         names = func.__globals__
         self.same += [func.__code__, names]
         for x in func.__defaults__ or ():
             self.part(x, depth)
         for cell in func.__closure__ or ():
-            self.part(contents(cell), depth)
-        for name in _missing(func):
+            self.part(cell_contents_of(cell), depth)
+        for name in _find_undefined_names(func):
             self.same += [name, UNSET]
-        for name in given_names(func):
+        for name in find_bound_globals(func):
             self.same.append(name)
             self.part(names[name], depth)
 
 
-def transform_of(x: Any) -> Transform | None:
+def find_transform(x: Any) -> Transform | None:
     """Return the record of how a function was transformed; None if no transform returned it."""
     if type(x) is not FunctionType or "__forall_transform__" not in vars(x) or not is_ours(x):
         return None  # attributes are copied to others (functools.wraps)
     return vars(x)["__forall_transform__"]
 
 
-def given_names(func: FunctionType) -> tuple[str, ...]:
+def find_bound_globals(func: FunctionType) -> tuple[str, ...]:
     """Return the global names in a function's own code that hold bound values."""
     known = vars(func).get("__forall_given__")  # a template's; guards read it too
     if known is not None:
@@ -250,15 +250,15 @@ def given_names(func: FunctionType) -> tuple[str, ...]:
     return tuple(n for n, _ in globals_of(func.__code__) if _holds_tensors(names.get(n)))
 
 
-def _missing(func: FunctionType) -> list[str]:
+def _find_undefined_names(func: FunctionType) -> list[str]:
     names = func.__globals__
     return [n for n, _ in globals_of(func.__code__) if n not in names and not hasattr(builtins, n)]
 
 
-def _function(func: FunctionType, given: Iterator | None) -> FunctionType:
-    defaults = tuple(standing_in(x, given) for x in func.__defaults__ or ())
-    cells = [standing_in(contents(cell), given) for cell in func.__closure__ or ()]
-    names, home = given_names(func), func.__globals__
+def _rebuild_function(func: FunctionType, given: Iterator | None) -> FunctionType:
+    defaults = tuple(rebuild_closure(x, given) for x in func.__defaults__ or ())
+    cells = [rebuild_closure(cell_contents_of(cell), given) for cell in func.__closure__ or ()]
+    names, home = find_bound_globals(func), func.__globals__
     if given is not None and names:
         home = home | {name: next(given) for name in names}
     closure = tuple(CellType() if x is UNSET else CellType(x) for x in cells)
@@ -269,62 +269,70 @@ def _function(func: FunctionType, given: Iterator | None) -> FunctionType:
     return made
 
 
-def _is_function(x: Any) -> bool:
+def _has_bound_values(x: Any) -> bool:
     """Return True for a user's function that is nested, a lambda, or reads bound globals."""
-    if type(x) is not FunctionType or is_no_users(x):
+    if type(x) is not FunctionType or is_not_users(x):
         return False
-    return _is_anew(x) or "__forall_given__" in vars(x) or bool(given_names(x) or _missing(x))
+    return (
+        _is_nested_or_lambda(x)
+        or "__forall_given__" in vars(x)
+        or bool(find_bound_globals(x) or _find_undefined_names(x))
+    )
 
 
-def _is_anew(func: FunctionType) -> bool:
+def _is_nested_or_lambda(func: FunctionType) -> bool:
     return bool(func.__code__.co_flags & CO_NESTED) or func.__name__ == "<lambda>"
 
 
 def _holds_tensors(x: Any) -> bool:
     if type(x) in PLAIN:
         return True
-    is_tree = type(x) in _TREES or _is_named(x)
-    return is_tree and _is_plain(x) and any(type(leaf) in PLAIN for leaf in pytree.leaves(x))
+    is_tree = type(x) in _TREES or _is_plain_namedtuple(x)
+    return (
+        is_tree
+        and _is_tree_of_plain_leaves(x)
+        and any(type(leaf) in PLAIN for leaf in pytree.get_leaves(x))
+    )
 
 
-def _is_named(x: Any) -> bool:
+def _is_plain_namedtuple(x: Any) -> bool:
     """Return True for a NamedTuple that has nothing but its entries."""
     kind = type(x)
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and not kind.__dictoffset__
 
 
-def is_an_object(x: Any) -> bool:
+def is_users_object(x: Any) -> bool:
     """Return True for a user's object that has attributes and can be referenced weakly."""
     kind = type(x)
     known = _kinds.get(kind)
     if known is None:
-        known = _kinds[kind] = _is_of_objects(kind)
+        known = _kinds[kind] = _is_users_class(kind)
     return known and not pytree.is_registered(kind)
 
 
 _kinds: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
-def _is_of_objects(kind: type) -> bool:
-    if is_no_users(kind) or not (kind.__dictoffset__ and kind.__weakrefoffset__):
+def _is_users_class(kind: type) -> bool:
+    if is_not_users(kind) or not (kind.__dictoffset__ and kind.__weakrefoffset__):
         return False
     if issubclass(kind, (Module, torch.Tensor, type, *_TREES, *_NUMBERS, *_WORDS[:3])):
         return False
-    slots = (v for k in kind.__mro__ if not is_no_users(k) for v in vars(k).values())
+    slots = (v for k in kind.__mro__ if not is_not_users(k) for v in vars(k).values())
     return MemberDescriptorType not in map(type, slots)
 
 
-def _is_plain(x: Any) -> bool:
+def _is_tree_of_plain_leaves(x: Any) -> bool:
     """Return True for a tree of tensors, numbers and strings."""
-    return len(x) <= _MOST_GIVEN and _LEAVES.issuperset(map(type, pytree.leaves(x)))
+    return len(x) <= _MOST_GIVEN and _LEAVES.issuperset(map(type, pytree.get_leaves(x)))
 
 
-def _is_of_parts(x: Any) -> bool:
+def _is_tuple_of_functions(x: Any) -> bool:
     """Return True for a tuple of functions and the like, and not of values that can be bound."""
-    return type(x) is tuple and not _is_plain(x)
+    return type(x) is tuple and not _is_tree_of_plain_leaves(x)
 
 
-def _is_of_a_module(x: Any) -> bool:
+def _is_module_level(x: Any) -> bool:
     if isinstance(x, BuiltinFunctionType):
         return x.__self__ is None or isinstance(x.__self__, ModuleType)
     if isinstance(x, (MethodDescriptorType, OpOverload, OpOverloadPacket)):
@@ -332,10 +340,10 @@ def _is_of_a_module(x: Any) -> bool:
     return isinstance(x, (FunctionType, type)) and "<locals>" not in x.__qualname__
 
 
-def _one(key: Hashable) -> Hashable:
+def _intern_key(key: Hashable) -> Hashable:
     """Return the first of all equal keys, so that keys can be compared by identity."""
     if key is None:
-        raise _OfItsOwn
+        raise _CannotShare
     if len(_keys) >= _MANY:
         _keys.clear()
     return _keys.setdefault(key, key)

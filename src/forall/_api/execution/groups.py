@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._api import mapped_inputs
-from forall._api.memory_budget import unlimited
-from forall._api.nested_components import Components
-from forall._api.ragged import Ragged, together
+from forall._api.memory_budget import suspend_memory_limit
+from forall._api.nested_components import NestedExamples
+from forall._api.ragged import RaggedResult, merge_ragged
 from forall._compat import pytree, rng_state, trace_modes
 from forall._compat.dispatch_state import functions_off
 from forall._compat.storage import is_out_of_memory
-from forall._core.divergence import Late
-from forall._core.levels import moves, outside, top
-from forall._core.python_state import Remembered
+from forall._core.divergence import TimeExceeded
+from forall._core.levels import has_any_tangent, run_outside, top
+from forall._core.python_state import PythonSnapshot
 from forall._vmap.failing_example import name_example
-from forall._vmap.mutation.mutation_log import marks_of, memory
-from forall._vmap.mutation.pending_updates import is_shared_older, noting_level
-from forall._vmap.mutation.rollback import Touched
+from forall._vmap.mutation.mutation_log import get_memory_key, take_log_snapshots
+from forall._vmap.mutation.pending_updates import find_logging_level, is_shared_external
+from forall._vmap.mutation.rollback import GroupEffects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from forall._api.vmap import Mapping, Places
-    from forall._core.call_site import Place
-    from forall._vmap.mutation.mutation_log import Ledger
+    from forall._api.vmap import MappedCall, Places
+    from forall._core.call_site import SourceLine
+    from forall._vmap.mutation.mutation_log import MutationLog
     from forall._vmap.vmap_level import VmapLevel
 
     Tensor = torch.Tensor
@@ -45,29 +45,29 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()
 
 
-class Groups(BaseException):
+class DivergedGroups(BaseException):
     """A signal that a run ended because its examples diverged into these groups, and why.
 
     ``why`` is the line where they diverged, or an error.
     """
 
-    def __init__(self, groups: list[list[int]], why: Place | BaseException | None) -> None:
+    def __init__(self, groups: list[list[int]], why: SourceLine | BaseException | None) -> None:
         super().__init__(groups)
         self.groups = groups
         self.why = why
 
 
-class State:
+class StateSnapshot:
     """A snapshot of Python's state, random states and outer logs that a call may change."""
 
     __slots__ = ("drawn", "marks", "python")
 
-    def __init__(self, call: Mapping) -> None:
-        self.python = Remembered(call.func, call.entering.given)
+    def __init__(self, call: MappedCall) -> None:
+        self.python = PythonSnapshot(call.func, call.entering.given)
         self.drawn = None
         if call.draws.flag != "error":
-            self.drawn = rng_state.states(call.entering.leaves)
-        self.marks = marks_of(top())
+            self.drawn = rng_state.save_states(call.entering.leaves)
+        self.marks = take_log_snapshots(top())
 
     def restore(self) -> None:
         self.python.restore()
@@ -77,20 +77,20 @@ class State:
     def forget(self) -> None:
         """Undo what levels further out have logged since."""
         for ledger, mark in self.marks:
-            ledger.back_to(mark)
+            ledger.restore_snapshot(mark)
 
-    def noting(self) -> AbstractContextManager[None]:
+    def record_generators(self) -> AbstractContextManager[None]:
         """Return a context in which generators that draw for the first time are recorded too."""
-        return _NOTHING if self.drawn is None else rng_state.noting(self.drawn)
+        return _NOTHING if self.drawn is None else rng_state.record_new_states(self.drawn)
 
     def draw_again(self) -> None:
         if self.drawn is not None:
-            rng_state.restore(self.drawn)
+            rng_state.restore_states(self.drawn)
         for generator, state in self.python.generators:
             generator.set_state(state)
 
 
-class Altered:
+class OptionsOverride:
     """The options of a call, with the attributes of a subclass in the place of some."""
 
     def __init__(self, options: Any) -> None:
@@ -100,28 +100,28 @@ class Altered:
         return getattr(self.options, name)
 
 
-class Watched(Altered):
+class GroupOptions(OptionsOverride):
     """The options of a call for one group, which collect its mutation log."""
 
-    def __init__(self, options: Any, ledgers: list[Ledger]) -> None:
+    def __init__(self, options: Any, ledgers: list[MutationLog]) -> None:
         super().__init__(options)
         self.ledgers = ledgers
 
 
-class once_more:
+class Rollback:
     """A context that undoes all side effects of a run if its examples diverge."""
 
     __slots__ = ("call", "level", "noting", "state", "watched")
 
-    def __init__(self, call: Mapping, level: VmapLevel) -> None:
+    def __init__(self, call: MappedCall, level: VmapLevel) -> None:
         self.call, self.level = call, level
-        undoable = level.parts or call.options.spares
-        self.state = State(call) if undoable and level.size > 1 else None
-        self.noting = _NOTHING if self.state is None else self.state.noting()
-        level.ledger.undoable = undoable
-        self.watched = isinstance(call.options, Watched)
+        undoable = level.parts or call.options.retries_on_oom
+        self.state = StateSnapshot(call) if undoable and level.size > 1 else None
+        self.noting = _NOTHING if self.state is None else self.state.record_generators()
+        level.mutation_log.undoable = undoable
+        self.watched = isinstance(call.options, GroupOptions)
         if self.watched:
-            call.options.ledgers.append(level.ledger)
+            call.options.ledgers.append(level.mutation_log)
 
     def __enter__(self) -> None:
         self.noting.__enter__()
@@ -129,168 +129,172 @@ class once_more:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.noting.__exit__(None, None, None)
         level = self.level
-        parted, ledger, why = level.parted, level.ledger, level.parted_at
-        if parted is None and error is not None and self.call.options.gave_up(level, error):
+        parted, ledger, why = level.parted, level.mutation_log, level.parted_at
+        if parted is None and error is not None and self.call.options.must_rerun(level, error):
             parted, why = [[*range(level.size)]], error
         if parted is not None and self.state is not None:
             # Even if the signal did not arrive: a bare `except:` of the user's may have caught it.
             self._undo(self.state)
-            raise Groups(parted, why) from None
-        if self.state is not None and (_spared(self.call, error) or isinstance(error, Late)):
+            raise DivergedGroups(parted, why) from None
+        if self.state is not None and (
+            _must_retry(self.call, error) or isinstance(error, TimeExceeded)
+        ):
             self._undo(self.state)
             return
-        ledger.before.settle_grads()
+        ledger.before.unwrap_shared_grads()
         if not self.watched:
-            ledger.forget()
+            ledger.drop_undo_state()
 
-    def _undo(self, state: State) -> None:
-        with unlimited():
-            self.level.ledger.before.undo()
+    def _undo(self, state: StateSnapshot) -> None:
+        with suspend_memory_limit():
+            self.level.mutation_log.before.undo()
             state.restore()
 
 
-def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
+def run_in_groups(call: MappedCall, groups: list[list[int]]) -> tuple[list, Any]:
     """Return the results of all examples; an error is that of the first example to fail."""
-    before = State(call)
-    with before.noting():
-        return _in_groups(call, groups, before)
+    before = StateSnapshot(call)
+    with before.record_generators():
+        return _run_in_groups_or_turn(call, groups, before)
 
 
-def _in_groups(call: Mapping, groups: list[list[int]], before: State) -> tuple[list, Any]:
-    run = Run(call, before)
+def _run_in_groups_or_turn(
+    call: MappedCall, groups: list[list[int]], before: StateSnapshot
+) -> tuple[list, Any]:
+    run = GroupedRun(call, before)
     try:
         if not run.all(groups):
-            with unlimited():
+            with suspend_memory_limit():
                 run.touched.undo()
                 before.restore()
-            run = Run(call, before)
+            run = GroupedRun(call, before)
             run.in_turn()
         elif run.failed is not None:
             raise run.failed[1]
         else:
             run.put_back()
     except BaseException as error:
-        with unlimited():
+        with suspend_memory_limit():
             run.touched.undo()
-            (before.restore if _spared(call, error) else before.forget)()
+            (before.restore if _must_retry(call, error) else before.forget)()
         raise
     for ledger in run.touched.ledgers:
-        ledger.forget()
-    return joined(call.places, sorted(run.parts, key=lambda p: p[0][0]))
+        ledger.drop_undo_state()
+    return join_groups(call.places, sorted(run.parts, key=lambda p: p[0][0]))
 
 
-def _spared(call: Mapping, error: BaseException | None) -> bool:
-    return call.options.spares and is_out_of_memory(error)
+def _must_retry(call: MappedCall, error: BaseException | None) -> bool:
+    return call.options.retries_on_oom and is_out_of_memory(error)
 
 
-class Run:
+class GroupedRun:
     """The runs of one call's groups, one after another."""
 
-    def __init__(self, call: Mapping, before: State) -> None:
+    def __init__(self, call: MappedCall, before: StateSnapshot) -> None:
         self.call = call
         self.before = before
-        self.touched = Touched()
+        self.touched = GroupEffects()
         self.parts: list[Part] = []
         self.failed: tuple[int, Exception] | None = None  # the first example to fail, of all so far
-        self.written: list[tuple[Tensor | Components, int, list[int], Tensor, bool]] = []
+        self.written: list[tuple[Tensor | NestedExamples, int, list[int], Tensor, bool]] = []
 
     def all(self, groups: list[list[int]]) -> bool:
         """Run all groups; return False at once if one sees writes of another into older memory."""
         todo = sorted(groups)
         if self.call.options.report is not None:
-            self.call.options.report.in_groups()
+            self.call.options.report.begin_groups()
         while todo:
             numbers = todo.pop(0)
             if self.failed is not None and numbers[0] > self.failed[0]:
                 continue
             part = self.call.some(numbers)
-            nodes = [x.grad_fn for x in _mapped(part)]
+            nodes = [x.grad_fn for x in _find_mapped_leaves(part)]
             try:
-                self._once(numbers, part)
-            except Groups as again:
+                self._run_group(numbers, part)
+            except DivergedGroups as again:
                 told = self.call.options.report
                 if told is not None:
-                    told.parts_again(again.why, tuple(map(len, again.groups)))
+                    told.note_group_undone(again.why, tuple(map(len, again.groups)))
                 todo = sorted([*todo, *([numbers[n] for n in g] for g in again.groups)])
                 continue
             except Exception as error:  # noqa: BLE001 - the user's error, whatever it is
                 name_example(error, part.origin, 0)
                 self.failed = numbers[0], error
-            if not self._alone(numbers, part, nodes):
+            if not self._is_independent(numbers, part, nodes):
                 return False
         return True
 
     def in_turn(self) -> None:
         """Run one example after another, on views of the caller's tensors, as the loop does."""
         if self.call.options.report is not None:
-            self.call.options.report.in_turn()
+            self.call.options.report.note_one_by_one()
         for n in range(self.call.entering.size):
             numbers = range(n, n + 1)
             part = self.call.some(numbers)
             try:
-                self._once(numbers, part)
+                self._run_group(numbers, part)
             except Exception as error:
                 name_example(error, part.origin, 0)
                 raise
 
-    def _once(self, numbers: Sequence[int], part: Mapping) -> None:
+    def _run_group(self, numbers: Sequence[int], part: MappedCall) -> None:
         if self.call.draws.flag == "same":
             self.before.draw_again()
         if part.options.report is not None:
-            part.options.report.group(len(numbers))
-        part = part._replace(options=Watched(part.options, self.touched.ledgers))
-        self.parts.append((numbers, *part.once()))
+            part.options.report.note_group(len(numbers))
+        part = part._replace(options=GroupOptions(part.options, self.touched.ledgers))
+        self.parts.append((numbers, *part.run_once()))
 
-    def _alone(self, numbers: list[int], part: Mapping, nodes: list) -> bool:
+    def _is_independent(self, numbers: list[int], part: MappedCall, nodes: list) -> bool:
         """Return True if no other group sees the group's writes into older memory and its rows."""
         ledger = self.touched.ledgers[-1]
-        wholes, rows = _mapped(self.call), []
-        places = [x.examples[0] if isinstance(x, Components) else x for x in wholes]
+        wholes, rows = _find_mapped_leaves(self.call), []
+        places = [x.examples[0] if isinstance(x, NestedExamples) else x for x in wholes]
         dims = [d for d in self.call.entering.dims if d is not None]
-        columns = zip(wholes, places, dims, _mapped(part), nodes, strict=True)
+        columns = zip(wholes, places, dims, _find_mapped_leaves(part), nodes, strict=True)
         for whole, place, dim, some, node in columns:
-            if memory(some) in ledger.mapped_written:
+            if get_memory_key(some) in ledger.mapped_written:
                 if _is_shared_further_out(place):
                     return False
-                rows.append(memory(place))
-                recorded = some.grad_fn is not node or moves(some)
+                rows.append(get_memory_key(place))
+                recorded = some.grad_fn is not node or has_any_tangent(some)
                 self.written.append((whole, dim, numbers, some, recorded))
-        known = [memory(p) for p in places] if rows else []
-        return all(known.count(r) == 1 for r in rows) and self.touched.by(ledger, rows)
+        known = [get_memory_key(p) for p in places] if rows else []
+        return all(known.count(r) == 1 for r in rows) and self.touched.add_group(ledger, rows)
 
     def put_back(self) -> None:
         """Copy the rows of mapped arguments that the groups wrote into the caller's own tensors."""
         for whole, dim, numbers, some, recorded in self.written:
             with functions_off(), torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
-                if isinstance(whole, Components):
-                    whole.put(numbers, some)
+                if isinstance(whole, NestedExamples):
+                    whole.write_rows(numbers, some)
                 else:
-                    whole.index_copy_(dim, index_of(numbers, whole.device), some)
+                    whole.index_copy_(dim, make_index(numbers, whole.device), some)
 
 
 def _is_shared_further_out(whole: Tensor) -> bool:
     """Return True if examples of a level further out share a tensor, so must see each write."""
-    level = noting_level()
-    return level is not None and is_shared_older(whole, level)
+    level = find_logging_level()
+    return level is not None and is_shared_external(whole, level)
 
 
-def index_of(numbers: Sequence[int], device: torch.device) -> Tensor:
+def make_index(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return whole numbers as a tensor: `torch.tensor` would inspect the type of each.
 
     A mode beneath forall's, as that of fake tensors, has to see the tensor being made.
     """
-    if not numbers or trace_modes.lie_beneath():
+    if not numbers or trace_modes.has_foreign_mode():
         return torch.tensor(numbers, dtype=torch.int64, device=device)
     return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device)
 
 
-def rows(leaf: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
+def select_rows(leaf: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
     """Return these examples of a stack, in a tensor of their own."""
-    at = index_of(numbers, leaf.device)
-    return Rows.apply(leaf, dim, at) if leaf.requires_grad else leaf.index_select(dim, at)
+    at = make_index(numbers, leaf.device)
+    return RowSelection.apply(leaf, dim, at) if leaf.requires_grad else leaf.index_select(dim, at)
 
 
-class Rows(torch.autograd.Function):
+class RowSelection(torch.autograd.Function):
     """`index_select` with a backward that acts under the level where the forward ran."""
 
     @staticmethod
@@ -304,7 +308,7 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:
-        with _back_at(ctx.level):
+        with _act_under(ctx.level):
             return g.new_zeros(ctx.shape).index_copy(ctx.dim, ctx.at, g), None, None
 
     @staticmethod
@@ -312,39 +316,41 @@ class Rows(torch.autograd.Function):
         return None if t is None else t.index_select(ctx.dim, ctx.at)
 
 
-def _back_at(level: Any) -> Any:
+def _act_under(level: Any) -> Any:
     """Act as code under ``level``, if a backward pass runs further in."""
     inner: Any = top()
     while inner is not None and inner.parent is not level:
         inner = inner.parent
-    return nullcontext() if inner is None else outside(inner)
+    return nullcontext() if inner is None else run_outside(inner)
 
 
-def _mapped(call: Mapping) -> list[Any]:
+def _find_mapped_leaves(call: MappedCall) -> list[Any]:
     entering = call.entering
     return [x for x, d in zip(entering.leaves, entering.dims, strict=True) if d is not None]
 
 
-def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:
+def join_groups(places: Places, parts: list[Part]) -> tuple[list, Any]:
     """Return the results of all groups, with the examples in order."""
     numbers, _, spec = parts[0]
     for other, _, its_spec in parts:
-        if not pytree.is_alike(its_spec, spec):
-            raise mapped_inputs.trees_differ(places.call, numbers[0], spec, other[0], its_spec)
+        if not pytree.has_same_structure(its_spec, spec):
+            raise mapped_inputs.make_trees_error(places.call, numbers[0], spec, other[0], its_spec)
     order = [n for part in parts for n in part[0]]
     firsts = [part[0][0] for part in parts]
     columns = zip(*(flat for _, flat, _ in parts), strict=True)
     return [
-        together(column, order)
-        if any(type(x) is Ragged for x in column)
-        else _in_order(mapped_inputs.joined(places.call, column, place, firsts), place, order)
-        for column, place in zip(columns, places.of(spec), strict=True)
+        merge_ragged(column, order)
+        if any(type(x) is RaggedResult for x in column)
+        else _put_in_order(
+            mapped_inputs.join_column(places.call, column, place, firsts), place, order
+        )
+        for column, place in zip(columns, places.expand_to_leaves(spec), strict=True)
     ], spec
 
 
-def _in_order(result: Any, place: int | None, order: list[int]) -> Any:
+def _put_in_order(result: Any, place: int | None, order: list[int]) -> Any:
     if order == [*range(len(order))] or place is None or not isinstance(result, torch.Tensor):
         return result
-    at = index_of(order, result.device)
+    at = make_index(order, result.device)
     back = torch.empty_like(at).scatter_(0, at, torch.arange(len(order), device=at.device))
     return result.index_select(place % result.dim(), back)

@@ -27,16 +27,16 @@ from torch.autograd import forward_ad
 
 from forall._api import mapped_inputs
 from forall._api.execution import python_loop
-from forall._api.execution.auto_replay import find_bindings, is_on
-from forall._api.execution.fresh_closures import transform_of
-from forall._api.nested_components import Components, by_shape
-from forall._compat.devices import function_modes
-from forall._compat.dispatch_state import dispatch_modes, in_torch_func
+from forall._api.execution.auto_replay import can_replay, find_bindings
+from forall._api.execution.fresh_closures import find_transform
+from forall._api.nested_components import NestedExamples, group_by_shape
+from forall._compat.devices import count_function_modes
+from forall._compat.dispatch_state import count_dispatch_modes, in_torch_func
 from forall._compat.private_api import PLAIN
 from forall._core import config
 from forall._core.code_table import CodeSet, CodeTable
-from forall._core.divergence import Late
-from forall._core.errors import Call, columns, name_of, slow
+from forall._core.divergence import TimeExceeded
+from forall._core.errors import TransformCall, format_columns, name_of, warn_slow_path
 from forall._core.levels import stack
 from forall._divergence import is_running
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from forall._api.execution.auto_replay import Calls
     from forall._api.execution.side_effect_free import Bindings
-    from forall._api.vmap import Mapping
-    from forall._core.call_site import Place
+    from forall._api.vmap import MappedCall
+    from forall._core.call_site import SourceLine
 
 _WORDS = frozenset({bool, int, float, complex, str, type(None)})
 _MOST = 64  # keys of one function that are timed
@@ -62,7 +62,7 @@ _SOME_GAIN, _MOST_GAIN = 4.0, 16.0  # times that a loop gets faster by that: lik
 _MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that gets a warning
 
 
-class Times:
+class CallTimes:
     """Seconds that calls of one size have taken in either way."""
 
     __slots__ = (
@@ -90,7 +90,7 @@ class Times:
         self._share = _SHARE
         self._preferred: bool | None = None  # True if the loop was faster at the last try
 
-    def took(self, seconds: float, *, together: bool = False) -> None:
+    def note_seconds(self, seconds: float, *, together: bool = False) -> None:
         """Note the seconds of a call."""
         self.spent += seconds
         if together:
@@ -99,7 +99,7 @@ class Times:
         elif self.looped is None or seconds < self.looped:
             self.looped = seconds
 
-    def was_replayed(self, seconds: float) -> None:
+    def note_replay(self, seconds: float) -> None:
         """Note the seconds of a call for which a program was replayed."""
         self.replays += 1
         self.replayed = min(seconds, self.replayed or inf)
@@ -109,7 +109,7 @@ class Times:
         replayed, looped = self.replayed, self.looped
         return replayed is not None and looped is not None and replayed > looped
 
-    def was_tried(self, seconds: float) -> None:
+    def note_try(self, seconds: float) -> None:
         """Note the cost of a try of the other way: the next try comes when that cost is little."""
         prefers = self.prefers_loop()
         is_news = prefers is not self._preferred
@@ -136,7 +136,7 @@ class Times:
             return True
         return looped < _MOST_GAIN * together and self.spent >= _LOOPS_TO_WARM * looped
 
-    def warmed(self, *, is_over: bool) -> None:
+    def note_warming(self, *, is_over: bool) -> None:
         """Note a loop in which calls may have been recorded."""
         self.warming = 0 if is_over else self.warming - 1
 
@@ -152,29 +152,29 @@ class Times:
         return together is None or looped <= together
 
 
-_times: CodeTable[dict[Any, Times]] = CodeTable()
+_times: CodeTable[dict[Any, CallTimes]] = CodeTable()
 _told = CodeSet()  # of functions that have been warned about, because they run as the loop
 
 
-def _by_size(code: CodeType) -> dict[Any, Times]:
+def _get_times_by_key(code: CodeType) -> dict[Any, CallTimes]:
     found = _times.get(code)
     if found is None:
         found = _times[code] = {}
-        Settled.codes += 1
+        SettledCalls.codes += 1
     return found
 
 
-def _key(func: Any, size: int, leaves: Sequence[Any]) -> tuple:
+def _make_key(func: Any, size: int, leaves: Sequence[Any]) -> tuple:
     """Return a key of a call: the transforms inside and outside, and the forms of its examples."""
-    return (size, _keys_of(func), type(stack.top), *_forms(leaves))
+    return (size, _get_transform_keys(func), type(stack.top), *_get_forms(leaves))
 
 
-def _forms(leaves: Sequence[Any]) -> tuple:
+def _get_forms(leaves: Sequence[Any]) -> tuple:
     """Return the forms of arguments: the shape of a tensor, and whether it requires grad."""
     forms: list[Any] = []
     for x in leaves:
-        if type(x) is Components:
-            forms += Components, len(by_shape([x]))
+        if type(x) is NestedExamples:
+            forms += NestedExamples, len(group_by_shape([x]))
         elif type(x) not in PLAIN or x.is_nested:  # others may have symbolic shapes, or none
             forms.append(type(x))
         else:
@@ -182,47 +182,47 @@ def _forms(leaves: Sequence[Any]) -> tuple:
     return (*forms,)
 
 
-def _keys_of(func: Any) -> tuple:
-    how = transform_of(func)
-    return () if how is None else (how.key, *_keys_of(how.func))
+def _get_transform_keys(func: Any) -> tuple:
+    how = find_transform(func)
+    return () if how is None else (how.key, *_get_transform_keys(how.func))
 
 
-def times_of(code: CodeType, call: Mapping) -> Times:
+def get_times(code: CodeType, call: MappedCall) -> CallTimes:
     """Return the times of calls of this code with as many examples of these shapes."""
-    by_size = _by_size(code)
-    key = _key(call.func, call.entering.size, call.entering.leaves)
+    by_size = _get_times_by_key(code)
+    key = _make_key(call.func, call.entering.size, call.entering.leaves)
     times = by_size.get(key)
     if times is None:
         if len(by_size) >= _MOST:
             by_size.pop(next(iter(by_size)), None)
-        times = by_size[key] = Times(_loops_to_warm(call.func, call.entering.size))
+        times = by_size[key] = CallTimes(_count_loops_to_warm(call.func, call.entering.size))
     return times
 
 
-def _loops_to_warm(func: Any, size: int) -> int:
+def _count_loops_to_warm(func: Any, size: int) -> int:
     """Return how many loops may pass until the calls in a loop are recorded; 0 for no transform."""
-    if transform_of(func) is None or not is_on():
+    if find_transform(func) is None or not can_replay():
         return 0
     return max(_LOOPS_TO_WARM, _CALLS_TO_WARM // size)
 
 
-def _hits_of(func: Any) -> float:
+def _count_replays(func: Any) -> float:
     """Return how many calls of a function were replayed; infinity if none ever will be."""
-    how = transform_of(func)
+    how = find_transform(func)
     calls = how and how.calls()
     return inf if calls is None or calls.has_doubts() else calls.hits
 
 
-class _Known(NamedTuple):
+class _KnownCalls(NamedTuple):
     """The times of calls with arguments of one form, and how to make such a call."""
 
-    times: Times
+    times: CallTimes
     dims: tuple
     size: int
     alone: Callable | None  # see `anew.Transform`
 
 
-class Settled:
+class SettledCalls:
     """The calls of one mapped function that are known to run as the loop, without further checks.
 
     They are those with positional arguments, tensors and numbers. A loop that takes microseconds
@@ -234,41 +234,41 @@ class Settled:
 
     def __init__(self, func: Callable, in_dims: Any, out_dims: Any) -> None:
         self.func, self.dims, self.out_dims = func, in_dims, out_dims
-        self._places: mapped_inputs.Places | None = None
+        self._places: mapped_inputs.OutDims | None = None
         self._bindings: Bindings | None = None
-        self._known: dict[tuple, _Known] = {}  # by forms of arguments
+        self._known: dict[tuple, _KnownCalls] = {}  # by forms of arguments
         self.unknown = -1  # how many codes had times when this one had none
 
     def __reduce__(self) -> tuple:
-        return Settled, (self.func, self.dims, self.out_dims)  # times are a machine's
+        return SettledCalls, (self.func, self.dims, self.out_dims)  # times are a machine's
 
-    def find(self, args: tuple) -> _Known | None:
+    def find(self, args: tuple) -> _KnownCalls | None:
         """Return the times of such calls and how to make them; None if none were timed."""
-        forms = _forms(args)
+        forms = _get_forms(args)
         known = self._known.get(forms)
         return self._look_up(args, forms) if known is None else known
 
-    def _look_up(self, args: tuple, forms: tuple) -> _Known | None:
-        code = code_of(self.func)
+    def _look_up(self, args: tuple, forms: tuple) -> _KnownCalls | None:
+        code = find_code(self.func)
         by_size = None if code is None else _times.get(code)
         if by_size is None:
             self.unknown = self.codes
             return None
         dims = (self.dims,) * len(args) if type(self.dims) is int else self.dims
-        size = _size_of(args, dims)
-        times = size and by_size.get(_key(self.func, size, args))
+        size = _count_examples(args, dims)
+        times = size and by_size.get(_make_key(self.func, size, args))
         if not times or not size or stack.top is not None:
             return None
         if len(self._known) >= _MOST:
             self._known.clear()
-        how = transform_of(self.func)
+        how = find_transform(self.func)
         alone = how and how.alone
         if any(type(x) in PLAIN and x.requires_grad for x in args):
             alone = None
-        known = self._known[forms] = _Known(times, dims, size, alone)
+        known = self._known[forms] = _KnownCalls(times, dims, size, alone)
         return known
 
-    def run(self, args: tuple, known: _Known, calls: Calls | None) -> Any:
+    def run(self, args: tuple, known: _KnownCalls, calls: Calls | None) -> Any:
         """Return a tuple of the result; None if the call is to be made in the ordinary way.
 
         ``calls`` may replay it. Few functions are called here: Python code that runs after an
@@ -280,7 +280,7 @@ class Settled:
             return None
         if stack.top is not None or stack.listening or config.now.parting != "measured":
             return None
-        if dispatch_modes() or function_modes() or is_running():
+        if count_dispatch_modes() or count_function_modes() or is_running():
             return None
         # torch.export needs no check: its tensors are fake, and have no form that is known.
         if in_torch_func() or forward_ad._current_level >= 0:
@@ -292,28 +292,28 @@ class Settled:
                 return None
         places = self._places
         if places is None:
-            call = Call("vmap", func, out_dims=self.out_dims)
-            places = self._places = mapped_inputs.Places(call, self.out_dims)
+            call = TransformCall("vmap", func, out_dims=self.out_dims)
+            places = self._places = mapped_inputs.OutDims(call, self.out_dims)
         start = perf_counter()
         if bindings.writes or bindings.tensors:
             if not bindings.may_take(args):
                 return None
-            arguments = python_loop.Arguments(args, dims, size, None)
+            arguments = python_loop.LoopArguments(args, dims, size, None)
             try:
-                found = python_loop.run_each(func, arguments, places, bindings)
-            except python_loop.ElsewhereError:
+                found = python_loop.run_each_example(func, arguments, places, bindings)
+            except python_loop.CannotLoopError:
                 return None
         else:
             # Inference mode records nothing, whatever grad mode says.
             if alone and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
                 func = alone
-            found = python_loop.run_each_alone(func, args, dims, size, places)
+            found = python_loop.run_each_unguarded(func, args, dims, size, places)
         if found is not None:
-            times.took(perf_counter() - start)
+            times.note_seconds(perf_counter() - start)
         return found
 
 
-def _size_of(args: tuple, dims: Any) -> int | None:
+def _count_examples(args: tuple, dims: Any) -> int | None:
     """Return how many examples tensors have; None if an argument is no tensor, number or string."""
     if type(dims) is not tuple or len(dims) != len(args):
         return None
@@ -337,7 +337,7 @@ def _size_of(args: tuple, dims: Any) -> int | None:
     return size or None
 
 
-def code_of(func: Any) -> CodeType | None:
+def find_code(func: Any) -> CodeType | None:
     """Return the code of a function, which identifies it even if it is created with each call."""
     if type(func) is BuiltinFunctionType:
         return None
@@ -358,13 +358,13 @@ def describe_choice(code: CodeType | None, size: int) -> str:
     if looped is None or together is None or config.now.parting != "measured":
         return ""
     if together == inf:
-        return f"as the loop, in {_in_words(looped)}; together takes much longer"
+        return f"as the loop, in {_format_seconds(looped)}; together takes much longer"
     first, second = ("as the loop", "together") if looped <= together else ("together", "the loop")
     fast, slow = sorted((looped, together))
-    return f"{first}, in {_in_words(fast)}; {second} takes {_in_words(slow)}"
+    return f"{first}, in {_format_seconds(fast)}; {second} takes {_format_seconds(slow)}"
 
 
-def _in_words(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     for unit in ("s", "ms"):
         if seconds >= 1:
             return f"{seconds:.3g} {unit}"
@@ -372,8 +372,8 @@ def _in_words(seconds: float) -> str:
     return f"{seconds:.3g} us"
 
 
-class _until:
-    """A block in which a call that takes longer than so many seconds ends with `Late`."""
+class _TimeLimit:
+    """A block in which a call that takes longer than so many seconds ends with `TimeExceeded`."""
 
     __slots__ = ("before", "end")
 
@@ -393,14 +393,14 @@ class _until:
             self.before()
         if perf_counter() > self.end:
             stack.late = None  # not again, on the way out
-            raise Late
+            raise TimeExceeded
 
 
 def run_cheaper(
-    call: Mapping,
+    call: MappedCall,
     code: CodeType | None,
     together: Callable[[], tuple[list, Any]],
-    parted_at: Place | None,
+    parted_at: SourceLine | None,
 ) -> tuple[list, Any]:
     """Run a call whose examples test values, or diverge, in the way that takes less time."""
     if code is None or config.now.parting == "together":
@@ -408,49 +408,49 @@ def run_cheaper(
     bindings = find_bindings(call.func)
     if bindings is None:
         return together()
-    times = times_of(code, call)
+    times = get_times(code, call)
     if parted_at is not None and stack.listening and times.loops_again():
         for listener in stack.listening:
             listener.give_up("its examples part, and take less time one after another")
-    if not python_loop.may_run(call, bindings):
+    if not python_loop.may_run_as_loop(call, bindings):
         return together()
     if config.now.parting == "loop" or times.may_get_faster() or times.loops():
         is_new = times.together is None and config.now.parting == "measured"
         try:
             found = _run_as_loop(call, bindings, times, _FIRST if is_new else inf)
         except python_loop.TooLongError as late:
-            times.took(late.seconds)
+            times.note_seconds(late.seconds)
         else:
             return found or together()
     found = _try_together(call, bindings, times, together)
-    if parted_at is not None and code not in _told and _is_worth_a_word(call, times):
+    if parted_at is not None and code not in _told and _is_worth_a_warning(call, times):
         _told.add(code)
-        _warn(call, parted_at)
+        _warn_of_loop(call, parted_at)
     return found
 
 
 def _run_as_loop(
-    call: Mapping, bindings: Bindings, times: Times, most: float
+    call: MappedCall, bindings: Bindings, times: CallTimes, most: float
 ) -> tuple[list, Any] | None:
     """Run a call as the loop; return None if it has to be run in another way."""
-    hits = _hits_of(call.func) if times.warming else inf
+    hits = _count_replays(call.func) if times.warming else inf
     start = perf_counter()
     try:
-        found = python_loop.run(call, bindings, most)
+        found = python_loop.run_loop(call, bindings, most)
     except python_loop.TooLongError:
         raise
-    except python_loop.ElsewhereError:
+    except python_loop.CannotLoopError:
         return None
     seconds = perf_counter() - start
-    times.took(seconds)
+    times.note_seconds(seconds)
     if times.warming:
-        times.warmed(is_over=_hits_of(call.func) >= hits + call.entering.size)
+        times.note_warming(is_over=_count_replays(call.func) >= hits + call.entering.size)
     if not (times.prefers_loop() or times.may_get_faster()):
-        times.was_tried(seconds)
+        times.note_try(seconds)
     return found
 
 
-def _is_worth_a_word(call: Mapping, times: Times) -> bool:
+def _is_worth_a_warning(call: MappedCall, times: CallTimes) -> bool:
     """Return True if many examples will run as the loop, and that takes noticeable time."""
     looped, together = times.looped, times.together
     if looped is None or together is None or times.next <= times.spent:
@@ -458,15 +458,15 @@ def _is_worth_a_word(call: Mapping, times: Times) -> bool:
     return call.entering.size >= _MANY and looped > _WORTH_A_WORD and looped < together
 
 
-def _warn(call: Mapping, parted_at: Place) -> None:
+def _warn_of_loop(call: MappedCall, parted_at: SourceLine) -> None:
     """Warn that diverging examples run one after another, and how to avoid that."""
     text = parted_at.text()
     at = [("at", f"{parted_at.near()}   {text}".rstrip())] if text else []
     rows = [("examples", f"{call.entering.size}"), *at]
-    slow(
+    warn_slow_path(
         f"vmap({name_of(call.func)}): examples part, and take less time one after another than "
         "together, so such calls run as the plain loop.\n"
-        f"{columns(rows)}\n"
+        f"{format_columns(rows)}\n"
         "To run them together is faster without Python's numbers, strings and lists of them: "
         "torch.where, forall.cond, forall.while_loop, an operator in their place. "
         "forall.explain tells where they part."
@@ -474,7 +474,7 @@ def _warn(call: Mapping, parted_at: Place) -> None:
 
 
 def _try_together(
-    call: Mapping, bindings: Bindings, times: Times, together: Callable[[], tuple[list, Any]]
+    call: MappedCall, bindings: Bindings, times: CallTimes, together: Callable[[], tuple[list, Any]]
 ) -> tuple[list, Any]:
     """Run a call together, and give it up if it takes much longer than the loop."""
     is_first = times.together is None
@@ -485,9 +485,9 @@ def _try_together(
         most = inf
     start = perf_counter()
     try:
-        with _until(most):
+        with _TimeLimit(most):
             found = together()
-    except Late:
+    except TimeExceeded:
         found = None
     seconds = perf_counter() - start
     if found is None:
@@ -495,13 +495,13 @@ def _try_together(
         if times.was_late or not is_first:
             times.together = inf
         times.was_late = True
-        times.was_tried(seconds)
-        with contextlib.suppress(python_loop.ElsewhereError):
-            return python_loop.run(call, bindings)
+        times.note_try(seconds)
+        with contextlib.suppress(python_loop.CannotLoopError):
+            return python_loop.run_loop(call, bindings)
         return together()
-    times.took(seconds, together=True)
+    times.note_seconds(seconds, together=True)
     if is_first and seconds > looped:
         times.next = times.spent  # try again: the first try converted its function
     elif is_try:
-        times.was_tried(seconds)
+        times.note_try(seconds)
     return found

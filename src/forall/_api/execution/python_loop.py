@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._api.execution.auto_replay import find_bindings
-from forall._api.nested_components import Components
-from forall._api.ragged import Ragged
+from forall._api.nested_components import NestedExamples
+from forall._api.ragged import RaggedResult
 from forall._autodiff.jvp_level import JvpLevel
 from forall._compat import exception_safety, pytree
-from forall._compat.devices import DeviceContext, function_modes
-from forall._compat.dispatch_state import dispatch_modes, functions_off
-from forall._compat.private_api import PLAIN, set_version, version
+from forall._compat.devices import DeviceContext, count_function_modes
+from forall._compat.dispatch_state import count_dispatch_modes, functions_off
+from forall._compat.private_api import PLAIN, get_version, set_version
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import Level, stack
 from forall._divergence import is_running
-from forall._vmap.failing_example import tells_of_all
-from forall._vmap.function_mode import Sharing
+from forall._vmap.failing_example import is_library_error
+from forall._vmap.function_mode import VmapFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from forall._api.execution.side_effect_free import Bindings
-    from forall._api.mapped_inputs import Places
-    from forall._api.vmap import Mapping
+    from forall._api.mapped_inputs import OutDims
+    from forall._api.vmap import MappedCall
 
     Tensor = torch.Tensor
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 _RETELLING = 1.0  # seconds that an error may be delayed to give it the loop's text
 
 
-class ElsewhereError(Exception):
+class CannotLoopError(Exception):
     """A signal that the call has to be run in another way; all writes have been undone.
 
     Its cause is the error of the first example to fail, if one has failed.
     """
 
 
-class TooLongError(ElsewhereError):
+class TooLongError(CannotLoopError):
     """A signal that the loop takes too long; ``seconds`` is an estimate for all examples."""
 
     def __init__(self, seconds: float) -> None:
@@ -57,19 +57,19 @@ class TooLongError(ElsewhereError):
         self.seconds = seconds
 
 
-def may_run(call: Mapping, bindings: Bindings) -> bool:
+def may_run_as_loop(call: MappedCall, bindings: Bindings) -> bool:
     """Return True if the loop over the examples gives all the results that a call has to give."""
     options, entering = call.options, call.entering
     if options.divergence != "split" or options.max_steps is not None:
         return False
-    if options.report is not None or options.spares or entering.looks:
+    if options.report is not None or options.retries_on_oom or entering.looks:
         return False
     if type(call.draws.flag) is not str:
         return False
-    return is_alone() and bindings.may_take(entering.leaves)
+    return has_no_observers() and bindings.may_take(entering.leaves)
 
 
-def is_alone() -> bool:
+def has_no_observers() -> bool:
     """Return True if no mode or level but forward mode acts on the operators of a call.
 
     A derivative of the loop may be taken by either mode. Under a `vmap`, the choice is left to the
@@ -80,29 +80,32 @@ def is_alone() -> bool:
     if stack.listening:  # a recorder that has given up leaves its two modes on
         if stack.top is not None or not all(listener.is_idle for listener in stack.listening):
             return False
-        return dispatch_modes() == function_modes() == len(stack.listening)
+        return count_dispatch_modes() == count_function_modes() == len(stack.listening)
     if stack.top is None:
-        return not (dispatch_modes() or function_modes())
+        return not (count_dispatch_modes() or count_function_modes())
     if not isinstance(stack.top, JvpLevel):
         return False
-    modes, functions = exception_safety.modes(), exception_safety.functions()
+    modes, functions = (
+        exception_safety.list_dispatch_modes(),
+        exception_safety.list_function_modes(),
+    )
     return all(isinstance(mode, Level) for mode in modes) and all(
-        type(mode) in (Sharing, DeviceContext) for mode in functions
+        type(mode) in (VmapFunctionMode, DeviceContext) for mode in functions
     )
 
 
-def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
+def run_loop(call: MappedCall, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
     """Return the results of all examples; raise `TooLongError` after so many seconds."""
     entering = call.entering
     args, kwargs = entering.given
     is_flat = not kwargs and len(args) == len(entering.leaves)
     pack = None if is_flat and all(map(is_, args, entering.leaves)) else entering.unflatten
-    args = Arguments(entering.leaves, entering.dims, entering.size, pack, call.options.ragged)
-    (found,) = run_each(call.func, args, call.places, bindings, seconds)
+    args = LoopArguments(entering.leaves, entering.dims, entering.size, pack, call.options.ragged)
+    (found,) = run_each_example(call.func, args, call.places, bindings, seconds)
     return pytree.flatten(found)
 
 
-class Arguments(NamedTuple):
+class LoopArguments(NamedTuple):
     """The arguments of all examples."""
 
     leaves: Sequence[Any]
@@ -112,11 +115,11 @@ class Arguments(NamedTuple):
     ragged: bool = False  # True if the results may have several shapes
 
 
-def run_each(
-    func: Callable, args: Arguments, places: Places, bindings: Bindings, seconds: float = inf
+def run_each_example(
+    func: Callable, args: LoopArguments, places: OutDims, bindings: Bindings, seconds: float = inf
 ) -> tuple:
     """Call ``func`` for one example after another; return the stacks of the results in a tuple."""
-    before = _Before([*args.leaves, *bindings.tensors], copies=bindings.writes)
+    before = _SavedTensors([*args.leaves, *bindings.tensors], copies=bindings.writes)
     failed = None
     try:
         found = _stack_results(_call_each(func, args, bindings, seconds), places, args.ragged)
@@ -130,34 +133,36 @@ def run_each(
     except BaseException:
         before.put_back()
         raise
-    if found is None or (before.has_changed() and before.has_changed(but=_own(args))):
+    if found is None or (
+        before.has_changed() and before.has_changed(but=_find_mapped_places(args))
+    ):
         before.put_back()
-        raise ElsewhereError from failed
+        raise CannotLoopError from failed
     return found
 
 
-def retell(error: TypeError, call: Mapping) -> None:
+def restate_error(error: TypeError, call: MappedCall) -> None:
     """Give a TypeError the text that it has in the loop: it names the types of the operands."""
-    bindings = None if tells_of_all(error) else find_bindings(call.func)
-    if bindings is None or not may_run(call, bindings):
+    bindings = None if is_library_error(error) else find_bindings(call.func)
+    if bindings is None or not may_run_as_loop(call, bindings):
         return
     try:
-        run(call, bindings, _RETELLING)
-    except ElsewhereError as instead:
+        run_loop(call, bindings, _RETELLING)
+    except CannotLoopError as instead:
         if type(instead.__cause__) is type(error):
             error.args = instead.__cause__.args
 
 
-def run_each_alone(
-    func: Callable, args: tuple, dims: Sequence[int | None], size: int, places: Places
+def run_each_unguarded(
+    func: Callable, args: tuple, dims: Sequence[int | None], size: int, places: OutDims
 ) -> tuple | None:
-    """Run `run_each` for a function that captures no tensor and has no statement that writes.
+    """Run `run_each_example` for a function that captures no tensor and has no statement that writes.
 
     Then nothing has to be undone, and the preparation for it takes as long as a small example.
     Return None if the call has to be run in another way.
     """
     try:
-        before = _counts(args)
+        before = _read_versions_directly(args)
     except RuntimeError:  # torch counts no writes into tensors of inference mode
         return None
     rows = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True)]
@@ -165,10 +170,10 @@ def run_each_alone(
         results = [*map(func, *rows)]
         found = _stack_results(results, places)
     except Exception:
-        if _counts(args) != before:
+        if _read_versions_directly(args) != before:
             raise
         return None  # the other way raises it, and names the example
-    now = _counts(args)
+    now = _read_versions_directly(args)
     if now != before:
         triples = zip(dims, before, now, strict=True)
         if any(dim is None and number != new for dim, number, new in triples):
@@ -176,24 +181,24 @@ def run_each_alone(
     return found
 
 
-def _own(args: Arguments) -> set[int]:
+def _find_mapped_places(args: LoopArguments) -> set[int]:
     """Return the positions of the arguments that are mapped."""
     return {n for n, dim in enumerate(args.dims) if dim is not None}
 
 
-class _Before:
+class _SavedTensors:
     """The values of tensors before a call that may write into them."""
 
     __slots__ = ("copies", "values", "versions")
 
     def __init__(self, values: list[Any], *, copies: bool) -> None:
         self.values = values
-        self.versions = _versions(values)
+        self.versions = _read_versions(values)
         self.copies = [x.clone() if type(x) in PLAIN else None for x in values] if copies else ()
 
     def has_changed(self, but: Container[int] = ()) -> bool:
         """Return True if any of them has been written into, other than at the positions ``but``."""
-        now = _versions(self.values)
+        now = _read_versions(self.values)
         if now == self.versions:
             return False
         pairs = enumerate(zip(now, self.versions, strict=True))
@@ -206,28 +211,30 @@ class _Before:
     def put_back(self) -> None:
         """Undo all writes into tensors of which there are copies."""
         for x, number, copy in zip(self.values, self.versions, self.copies, strict=False):
-            if copy is not None and version(x) != number:
+            if copy is not None and get_version(x) != number:
                 with torch.no_grad():
                     x.copy_(copy)
                 set_version(x, number)
 
 
-def _versions(values: Sequence[Any]) -> list[int | None]:
+def _read_versions(values: Sequence[Any]) -> list[int | None]:
     """Return how often each tensor has been written to.
 
     Raises:
-        RuntimeError: for a tensor of inference mode, which `Bindings.may_take` leaves out.
+        RuntimeError: for a tensor of inference mode, which `Bindings.allows_same_kernels` leaves out.
     """
     with functions_off():
-        return _counts(values)
+        return _read_versions_directly(values)
 
 
-def _counts(values: Sequence[Any]) -> list[int | None]:
+def _read_versions_directly(values: Sequence[Any]) -> list[int | None]:
     """Read the version counters if no function mode is on."""
     return [x._version if type(x) in PLAIN else None for x in values]
 
 
-def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
+def _call_each(
+    func: Callable, args: LoopArguments, bindings: Bindings, seconds: float
+) -> list[Any]:
     """Call ``func`` for one example after another."""
     leaves, dims, size, pack, _ = args
     # A view made together with others (unbind) must not get history from a write into it.
@@ -236,7 +243,7 @@ def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: flo
     for leaf, dim in zip(leaves, dims, strict=True):
         if dim is None:
             rows.append([leaf] * size)
-        elif isinstance(leaf, Components):
+        elif isinstance(leaf, NestedExamples):
             rows.append(leaf.examples)
         elif one_by_one:
             rows.append([leaf.select(dim, n) for n in range(size)])
@@ -255,13 +262,13 @@ def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: flo
     return results
 
 
-def _stack_results(results: list[Any], places: Places, ragged: bool = False) -> tuple[Any] | None:
+def _stack_results(results: list[Any], places: OutDims, ragged: bool = False) -> tuple[Any] | None:
     """Stack the results as `vmap` does, in a tuple of one; None if they do not fit together."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         place = places.out_dims
         if type(place) is not int:
-            (place,) = places.of(pytree.flatten(first)[1])
+            (place,) = places.expand_to_leaves(pytree.flatten(first)[1])
         return _stack_column(results, place, ragged)
     leaves, spec = pytree.flatten(first)
     flat = [leaves]
@@ -270,10 +277,10 @@ def _stack_results(results: list[Any], places: Places, ragged: bool = False) -> 
         if its_spec != spec:
             return None
         flat.append(more)
-    if pytree.contexts(spec):
+    if pytree.find_contexts(spec):
         return None
     left = []
-    for column, place in zip(zip(*flat, strict=True), places.of(spec), strict=True):
+    for column, place in zip(zip(*flat, strict=True), places.expand_to_leaves(spec), strict=True):
         whole = _stack_column(column, place, ragged)
         if whole is None:
             return None
@@ -290,19 +297,19 @@ def _stack_column(
     """
     first = column[0]
     if isinstance(first, torch.Tensor) and place is not None:
-        if type(first) is not torch.Tensor and not _are_known(column):
+        if type(first) is not torch.Tensor and not _are_plain_tensors(column):
             return None
         if ragged and first.dim():
             if not all(isinstance(x, torch.Tensor) and x.dim() for x in column):
                 return None
             if not all(x.layout is torch.strided and x.dtype is first.dtype for x in column):
                 return None
-            return (Ragged([*column], place),)
+            return (RaggedResult([*column], place),)
         try:  # it compares the shapes, and promotes types as the other ways do
             found = torch.stack(column, place) if place else torch.stack(column)
         except (RuntimeError, IndexError, TypeError):
             return None
-        if type(found) is not torch.Tensor and not _are_known(column):
+        if type(found) is not torch.Tensor and not _are_plain_tensors(column):
             return None
         return (found,) if found.layout is torch.strided else None
     if len({*map(type, column)}) > 1:
@@ -315,6 +322,6 @@ def _stack_column(
     return None
 
 
-def _are_known(column: list | tuple) -> bool:
+def _are_plain_tensors(column: list | tuple) -> bool:
     """Return True if all are tensors, and none is of a class of the user's."""
     return all(type(x) is torch.Tensor or isinstance(x, Wrapper) for x in column)

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from forall._api.execution.fresh_closures import transform_of
-from forall._api.nested_components import Components
+from forall._api.execution.fresh_closures import find_transform
+from forall._api.nested_components import NestedExamples
 from forall._compat import pure_functions
 from forall._compat.private_api import PLAIN
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.python_state import (
     UNSET,
-    contents,
+    cell_contents_of,
+    find_rebound_names,
     instructions_of,
     is_ours,
-    rebound_of,
 )
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ _LAYERS = frozenset(_NAMES_OF_LAYERS.split())
 _TRAINING = (*_PARTS_OF_TRAINING.split(),)
 
 
-def _is_fit(name: str) -> bool:
+def _is_pure_attribute(name: str) -> bool:
     """Return True if an attribute of a tensor, a number or a container only returns a value."""
     if name.endswith("_") or name in pure_functions.TELLING or name in ("normal", "new"):
         return False
@@ -133,7 +133,7 @@ _ATTRIBUTES = frozenset({"weight", "bias"}) | frozenset(
     name
     for kind in (torch.Tensor, *_OWN, *_MADE, BaseException, torch.Size, torch.finfo, torch.iinfo)
     for name in dir(kind)
-    if not name.startswith("_") and _is_fit(name)
+    if not name.startswith("_") and _is_pure_attribute(name)
 )
 
 
@@ -143,7 +143,7 @@ class Bindings(NamedTuple):
     names: tuple[tuple[Mapping[str, Any], str, Any], ...]
     cells: tuple[tuple[Any, Any], ...]
     containers: tuple[tuple[Any, list], ...]  # that it captures, and what they hold
-    states: tuple[_State, ...]  # of the function, and of others
+    states: tuple[_FunctionState, ...]  # of the function, and of others
     functions: tuple[FunctionType, ...]  # these others
     tensors: tuple[torch.Tensor, ...]  # that it captures
     writes: bool  # True if it has statements that would write into a tensor in place
@@ -154,14 +154,14 @@ class Bindings(NamedTuple):
             if names.get(name, UNSET) is not value:
                 return False
         for cell, value in self.cells:
-            if contents(cell) is not value:
+            if cell_contents_of(cell) is not value:
                 return False
         for container, held in self.containers:
             if len(container) != len(held) or any(map(is_not, container, held)):
                 return False
-        if _is_other(func, self.states[0]):
+        if _has_changed(func, self.states[0]):
             return False
-        return not self.functions or not any(map(_is_other, self.functions, self.states[1:]))
+        return not self.functions or not any(map(_has_changed, self.functions, self.states[1:]))
 
     def may_take(self, leaves: Iterable[Any]) -> bool:
         """Return True if all that a call with these arguments writes can be put back."""
@@ -169,7 +169,7 @@ class Bindings(NamedTuple):
             if type(value) in PLAIN:
                 if value.is_inference() or (self.writes and not _may_be_copied(value)):
                     return False
-            elif isinstance(value, (Wrapper, Components)):
+            elif isinstance(value, (Wrapper, NestedExamples)):
                 if self.writes:
                     return False
             elif not _is_number(value):
@@ -182,7 +182,7 @@ def _may_be_copied(x: torch.Tensor) -> bool:
     return not x.requires_grad and x.numel() <= _MOST_COPIED and x.layout is torch.strided
 
 
-class _State(NamedTuple):
+class _FunctionState(NamedTuple):
     """The parts of a function that may be replaced."""
 
     code: CodeType
@@ -192,13 +192,13 @@ class _State(NamedTuple):
     named: tuple  # the values of these
 
 
-def _state(func: FunctionType) -> _State:
+def _take_function_state(func: FunctionType) -> _FunctionState:
     by_name = func.__kwdefaults__
     named = (*(by_name or {}).values(),)
-    return _State(func.__code__, func.__defaults__, func.__globals__, by_name, named)
+    return _FunctionState(func.__code__, func.__defaults__, func.__globals__, by_name, named)
 
 
-def _is_other(func: FunctionType, state: _State) -> bool:
+def _has_changed(func: FunctionType, state: _FunctionState) -> bool:
     """Return True if any part of a function has been replaced."""
     code, defaults, home, by_name, named = state
     if func.__code__ is not code or func.__defaults__ is not defaults:
@@ -212,9 +212,9 @@ class _DoubtError(Exception):
     """A part of a function that cannot be shown to have no side effects."""
 
 
-def bindings_of(func: Any) -> Bindings | None:
+def find_pure_bindings(func: Any) -> Bindings | None:
     """Return the bindings of a function that only computes; None for any other."""
-    reading = _Reading()
+    reading = _PurityReader()
     try:
         reading.function(func)
         if reading.containers and reading.changes:
@@ -225,14 +225,14 @@ def bindings_of(func: Any) -> Bindings | None:
         tuple(reading.names),
         tuple(reading.cells),
         (*reading.containers, *reading.layers),
-        tuple(map(_state, reading.functions)),
+        tuple(map(_take_function_state, reading.functions)),
         tuple(reading.functions[1:]),  # without the function itself, which would never be freed
         tuple(reading.tensors),
         reading.writes,
     )
 
 
-class _Read(NamedTuple):
+class _CodeNames(NamedTuple):
     """The names that code reads, with the attributes that follow, and what the code may change."""
 
     ways: tuple[tuple[str, tuple[str, ...]], ...]
@@ -241,7 +241,7 @@ class _Read(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(code: CodeType) -> _Read | None:
+def _read_code(code: CodeType) -> _CodeNames | None:
     """Read one code object, without those inside it; None if the code may rebind a name."""
     ways: list[tuple[str, tuple[str, ...]]] = []
     changes = writes = is_open = False
@@ -265,10 +265,10 @@ def _read(code: CodeType) -> _Read | None:
     for constant in code.co_consts:
         if type(constant) is tuple and not _KEYWORDS.isdisjoint(map(str, constant)):
             return None
-    return _Read((*dict.fromkeys(ways),), changes or writes, writes)
+    return _CodeNames((*dict.fromkeys(ways),), changes or writes, writes)
 
 
-class _Reading:
+class _PurityReader:
     def __init__(self) -> None:
         self.names: list[tuple[Mapping[str, Any], str, Any]] = []
         self.cells: list[tuple[Any, Any]] = []
@@ -284,7 +284,7 @@ class _Reading:
             return
         if type(func) is not FunctionType:
             raise _DoubtError
-        how = transform_of(func)
+        how = find_transform(func)
         if how is not None:
             self.functions.append(func)
             self._transform(how)
@@ -293,11 +293,11 @@ class _Reading:
             raise _DoubtError
         self.functions.append(func)
         code = func.__code__
-        if not rebound_of(code).isdisjoint(code.co_freevars):
+        if not find_rebound_names(code).isdisjoint(code.co_freevars):
             raise _DoubtError
         captured = {}
         for name, cell in zip(code.co_freevars, func.__closure__ or (), strict=True):
-            captured[name] = contents(cell)
+            captured[name] = cell_contents_of(cell)
             self.cells.append((cell, captured[name]))
         for value in (*(func.__defaults__ or ()), *(func.__kwdefaults__ or {}).values()):
             self.value(value)
@@ -310,7 +310,7 @@ class _Reading:
         self.function(how.func)
 
     def _code(self, code: CodeType, home: dict[str, Any], captured: dict[str, Any]) -> None:
-        read = _read(code)
+        read = _read_code(code)
         if read is None:
             raise _DoubtError
         self.changes |= read.changes
@@ -377,11 +377,11 @@ class _Reading:
         return value
 
     def _librarys(self, value: Any, name: str) -> None:
-        if _is_of_python(value):
+        if _is_pure_stdlib(value):
             self.changes |= value.__name__ in _CHANGING
             return
-        known = id(value) in _CLASSES or pure_functions.is_trusted(value) or _is_number(value)
-        if not known or pure_functions.is_question(value) or not _is_fit(name):
+        known = id(value) in _CLASSES or pure_functions.is_trusted_value(value) or _is_number(value)
+        if not known or pure_functions.is_state_query(value) or not _is_pure_attribute(name):
             raise _DoubtError
         if id(value) in _IN_PLACE or any(part in name for part in _KEEPING):
             raise _DoubtError
@@ -399,16 +399,16 @@ class _Reading:
                 self.containers.append((value, [*value]))
             elif kind is dict:
                 self.containers += [(value, [*value]), (value.values(), [*value.values()])]
-            for inside in _all_in(value):
+            for inside in _iterate_container(value):
                 self.value(inside)
         elif isinstance(value, Module):
             self._layers(value)
-        elif _is_of_python(value):
+        elif _is_pure_stdlib(value):
             self._librarys(value, value.__name__)
         elif kind is FunctionType:
             if value.__name__ in _TRANSFORMS and is_ours(value):
                 return
-            if pure_functions.is_torchs(value):
+            if pure_functions.is_known_function(value):
                 self._librarys(value, value.__name__)
             else:
                 self.function(value)
@@ -451,7 +451,7 @@ class _Reading:
     def _builtin(self, value: Any) -> None:
         if getattr(builtins, value.__name__, None) is value and value.__name__ in _BUILTINS:
             return
-        if pure_functions.is_torchs(value) or id(value) in _CALCULATING:
+        if pure_functions.is_known_function(value) or id(value) in _CALCULATING:
             self._librarys(value, value.__name__)
             return
         raise _DoubtError
@@ -475,7 +475,7 @@ _CALCULATING = frozenset(
 )
 
 
-def _is_of_python(value: Any) -> bool:
+def _is_pure_stdlib(value: Any) -> bool:
     """Return True for a pure function of Python's own library that nobody has replaced."""
     home, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if type(home) is not str or name not in _LIBRARIES.get(home, ()):
@@ -487,5 +487,5 @@ def _is_number(value: Any) -> bool:
     return type(value) is bool or type(value) in pure_functions.WORDS
 
 
-def _all_in(value: Any) -> Iterator[Any]:
+def _iterate_container(value: Any) -> Iterator[Any]:
     return iter([*value.keys(), *value.values()] if type(value) is dict else value)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._autodiff.decompositions import kernels, losses
-from forall._autodiff.decompositions.losses import largest
-from forall._autodiff.reverse_mode import gradients, variable
+from forall._autodiff.decompositions.losses import find_max_rows
+from forall._autodiff.reverse_mode import compute_gradients, make_variable
 from forall._core import rnn_decompositions
-from forall._core.levels import deepest, lift
+from forall._core.levels import find_innermost_of, lift
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def pulled(f: Callable, g: Any, *xs: torch.Tensor | None) -> tuple:
+def pull_back_through(f: Callable, g: Any, *xs: torch.Tensor | None) -> tuple:
     """Pull the cotangent ``g`` of ``f``'s result back to each of ``xs``.
 
     For several results, ``g`` is a tuple, with None for a missing cotangent.
     """
     gs = g if isinstance(g, tuple) else (g,)
     there = [i for i, x in enumerate(xs) if x is not None]
-    level = deepest((*(c for c in gs if c is not None), *(xs[i] for i in there)))
-    own = [variable(lift(xs[i], level)) for i in there]
+    level = find_innermost_of((*(c for c in gs if c is not None), *(xs[i] for i in there)))
+    own = [make_variable(lift(xs[i], level)) for i in there]
     full: list = list(xs)
     for i, x in zip(there, own, strict=True):
         full[i] = x
@@ -34,17 +34,19 @@ def pulled(f: Callable, g: Any, *xs: torch.Tensor | None) -> tuple:
     ys = ys if isinstance(ys, tuple) else (ys,)
     pairs = [(y, c) for y, c in zip(ys, gs, strict=True) if y is not None and c is not None]
     outs, given = tuple(y for y, _ in pairs), tuple(c for _, c in pairs)
-    found = dict(zip(there, gradients(outs, given, own), strict=True))
+    found = dict(zip(there, compute_gradients(outs, given, own), strict=True))
     return tuple(found.get(i) for i in range(len(xs)))
 
 
 def attention_backward(
     g, q, k, v, p: float, causal: bool, mask: Any = None, scale: float | None = None
 ) -> tuple:
-    return pulled(lambda *qkv: kernels.attention(*qkv, p, causal, mask, scale), g, q, k, v)
+    return pull_back_through(
+        lambda *qkv: kernels.fused_attention(*qkv, p, causal, mask, scale), g, q, k, v
+    )
 
 
-def _for_cpu_backward(g, q, k, v, out, lse, p, causal, *, attn_mask=None, scale=None):
+def _cpu_flash_backward(g, q, k, v, out, lse, p, causal, *, attn_mask=None, scale=None):
     return attention_backward(g, q, k, v, p, causal, attn_mask, scale)
 
 
@@ -55,10 +57,10 @@ def _flash_backward(g, q, k, v, out, lse, cq, ck, mq, mk, p, causal, seed, offse
 def _efficient_backward(
     g, q, k, v, bias, out, lse, seed, offset, p, mask, causal=False, *, scale=None
 ):
-    found = pulled(
-        lambda q, k, v, b: kernels.attention(q, k, v, p, causal, b, scale), g, q, k, v, bias
+    found = pull_back_through(
+        lambda q, k, v, b: kernels.fused_attention(q, k, v, p, causal, b, scale), g, q, k, v, bias
     )
-    return _asked(found, mask)
+    return _keep_requested(found, mask)
 
 
 def _cudnn_backward(
@@ -72,41 +74,43 @@ def layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask):
     dims = list(range(-len(shape), 0))
     spread = (x - x.mean(dims, keepdim=True)).square().mean(dims, keepdim=True)
     eps = (rstd**-2 - spread).detach()
-    found = pulled(lambda *xs: kernels.layer_norm(*xs[:1], shape, *xs[1:], eps), g, x, weight, bias)
-    return _asked(found, mask)
+    found = pull_back_through(
+        lambda *xs: kernels.layer_norm(*xs[:1], shape, *xs[1:], eps), g, x, weight, bias
+    )
+    return _keep_requested(found, mask)
 
 
 def _weight_norm_backward(grad, v, g, norm, dim):
-    return pulled(lambda v, g: kernels.weight_norm(v, g, dim)[0], grad, v, g)
+    return pull_back_through(lambda v, g: kernels.weight_norm(v, g, dim)[0], grad, v, g)
 
 
 def batch_norm_backward(g, x, weight, mean, var, saved, saved_var, train, eps, mask):
-    found = pulled(
+    found = pull_back_through(
         lambda x, weight, shift: kernels.batch_norm(x, weight, shift, mean, var, train, 0.0, eps),
         g,
         x,
         weight,
         torch.zeros(x.shape[1], dtype=x.dtype, device=x.device),
     )
-    return _asked(found, mask)
+    return _keep_requested(found, mask)
 
 
-def _updated_batch_norm_backward(
+def _batch_norm_update_backward(
     g, x, weight, mean, var, saved, saved_var, update, eps, mask, reserve
 ):
     return batch_norm_backward(g, x, weight, mean, var, saved, saved_var, update, eps, mask)
 
 
-def _asked(found: tuple, mask: list[bool]) -> tuple:
+def _keep_requested(found: tuple, mask: list[bool]) -> tuple:
     return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
 
 
 def _cdist_backward(g, x, y, p, dist):
-    return pulled(lambda x: kernels.cdist(x, y, p), g, x)[0]
+    return pull_back_through(lambda x: kernels.cdist(x, y, p), g, x)[0]
 
 
 def pdist_backward(g, x, p, dist):
-    return pulled(lambda x: kernels.pdist(x, p), g, x)[0]
+    return pull_back_through(lambda x: kernels.pdist(x, p), g, x)[0]
 
 
 def hardsigmoid_backward(g, x):
@@ -114,34 +118,34 @@ def hardsigmoid_backward(g, x):
 
 
 def _glu_backward(g, x, dim):
-    return pulled(lambda x: kernels.glu(x, dim), g, x)[0]
+    return pull_back_through(lambda x: kernels.glu(x, dim), g, x)[0]
 
 
 def _mse_loss_backward(g, x, y, reduction):
-    return pulled(lambda x: kernels.mse_loss(x, y, reduction), g, x)[0]
+    return pull_back_through(lambda x: kernels.mse_loss(x, y, reduction), g, x)[0]
 
 
 def _huber_loss_backward(g, x, y, reduction, delta):
-    return pulled(lambda x: kernels.huber_loss(x, y, reduction, delta), g, x)[0]
+    return pull_back_through(lambda x: kernels.huber_loss(x, y, reduction, delta), g, x)[0]
 
 
 def _soft_margin_loss_backward(g, x, y, reduction):
-    return pulled(lambda x: kernels.soft_margin_loss(x, y, reduction), g, x)[0]
+    return pull_back_through(lambda x: kernels.soft_margin_loss(x, y, reduction), g, x)[0]
 
 
 def multi_margin_backward(g, x, target, p, margin, weight=None, reduction=1):
-    return pulled(
+    return pull_back_through(
         lambda x: losses.multi_margin_loss(x, target, p, margin, weight, reduction), g, x
     )[0]
 
 
 def multilabel_margin_backward(g, x, target, reduction, is_target):
-    return pulled(lambda x: losses.multilabel_margin_loss(x, target, reduction), g, x)[0]
+    return pull_back_through(lambda x: losses.multilabel_margin_loss(x, target, reduction), g, x)[0]
 
 
 def ctc_backward(g, log_probs, targets, times, sizes, nll, alpha, blank, zero_infinity=False):
     """Differentiate ctc_loss, with the kernel's extra term, which vanishes behind a log_softmax."""
-    (found,) = pulled(
+    (found,) = pull_back_through(
         lambda x: losses.ctc_loss(x, targets, times, sizes, blank, zero_infinity), g, log_probs
     )
     steps = torch.arange(len(log_probs), device=log_probs.device).unsqueeze(1)
@@ -152,21 +156,21 @@ def ctc_backward(g, log_probs, targets, times, sizes, nll, alpha, blank, zero_in
 
 
 def segment_backward(g, out, data, reduce, *, lengths=None, offsets=None, axis=0, initial=None):
-    return pulled(
+    return pull_back_through(
         lambda x: losses.segment_reduce(x, reduce, lengths, None, offsets, axis, initial=initial),
         g,
         data,
     )[0]
 
 
-def bags_of(g, indices, offsets, size, rows, mode, padding) -> Callable:
-    first = largest(size, rows) if mode == losses.MAX else None
-    return lambda weight, own: losses.bags(
+def make_bag_function(g, indices, offsets, size, rows, mode, padding) -> Callable:
+    first = find_max_rows(size, rows) if mode == losses.MAX else None
+    return lambda weight, own: losses.reduce_bags(
         weight, own, indices, offsets, mode, padding, g.shape[0], first
     )
 
 
-def refuse_scaled(scaled: bool) -> None:
+def refuse_scaled_grad(scaled: bool) -> None:
     if scaled:
         raise NotImplementedError(
             "embedding_bag: scale_grad_by_freq=True makes the gradient another than the "
@@ -177,25 +181,27 @@ def refuse_scaled(scaled: bool) -> None:
 def _embedding_bag_backward(
     g, indices, offsets, bag, size, rows, n, scaled, mode, sparse, own, padding=-1
 ):
-    refuse_scaled(scaled)
+    refuse_scaled_grad(scaled)
     weight = torch.zeros(n, g.shape[1], dtype=g.dtype, device=g.device)
-    f = bags_of(g, indices, offsets, size, rows, mode, padding)
-    return pulled(lambda w: f(w, own), g, weight)[0]
+    f = make_bag_function(g, indices, offsets, size, rows, mode, padding)
+    return pull_back_through(lambda w: f(w, own), g, weight)[0]
 
 
-def _own_weights_backward(g, weight, indices, offsets, bag, mode, padding=-1):
-    f = bags_of(g, indices, offsets, None, None, mode, padding)
-    return pulled(lambda own: f(weight, own), g, torch.ones_like(indices, dtype=g.dtype))[0]
+def _sample_weights_backward(g, weight, indices, offsets, bag, mode, padding=-1):
+    f = make_bag_function(g, indices, offsets, None, None, mode, padding)
+    return pull_back_through(
+        lambda own: f(weight, own), g, torch.ones_like(indices, dtype=g.dtype)
+    )[0]
 
 
 BACKWARD: dict[Any, Callable] = {
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_flash_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_batch_norm_backward.default: batch_norm_backward,
-    aten.batch_norm_backward.default: _updated_batch_norm_backward,
+    aten.batch_norm_backward.default: _batch_norm_update_backward,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten._cdist_backward.default: _cdist_backward,
     aten._pdist_backward.default: pdist_backward,
@@ -209,9 +215,9 @@ BACKWARD: dict[Any, Callable] = {
     aten._ctc_loss_backward.default: ctc_backward,
     aten._ctc_loss_backward.Tensor: ctc_backward,
     aten._segment_reduce_backward.default: segment_backward,
-    aten._cudnn_rnn_backward.default: rnn_decompositions.cudnn_backward,
+    aten._cudnn_rnn_backward.default: rnn_decompositions.cudnn_rnn_backward,
     aten._thnn_fused_lstm_cell_backward_impl.default: rnn_decompositions.fused_lstm_cell_backward,
     aten._thnn_fused_gru_cell_backward.default: rnn_decompositions.fused_gru_cell_backward,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
-    aten._embedding_bag_per_sample_weights_backward.default: _own_weights_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: _sample_weights_backward,
 }

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 _LOW = (torch.float16, torch.bfloat16)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _to_float32(x: torch.Tensor) -> torch.Tensor:
     """Convert half precision to float32, in which kernels accumulate."""
     return x.float() if x.dtype in _LOW else x
 
@@ -67,12 +67,12 @@ def logcumsumexp(x, dim):
     size, width = x.shape[dim], 1
     while width < size:
         later, earlier = x.narrow(dim, width, size - width), x.narrow(dim, 0, size - width)
-        x = torch.cat([x.narrow(dim, 0, width), _log_of_sum(later, earlier)], dim)
+        x = torch.cat([x.narrow(dim, 0, width), _logaddexp(later, earlier)], dim)
         width *= 2
     return x
 
 
-def _log_of_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``log(exp(a) + exp(b))``, with derivative zero where both are minus infinity."""
     real = (a.real, b.real) if a.is_complex() else (a, b)
     scale = torch.maximum(*real).detach()
@@ -87,9 +87,9 @@ def _log_of_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def vector_norm(x, p=2, dim=None, keepdim=False, *, dtype=None):
-    x = _wide(x) if dtype is None else x.to(dtype)
+    x = _to_float32(x) if dtype is None else x.to(dtype)
     dims = list(range(x.dim())) if dim is None else dim
-    return _length(x, p, dims, keepdim).to(dtype or x.dtype.to_real())
+    return _compute_norm(x, p, dims, keepdim).to(dtype or x.dtype.to_real())
 
 
 def norm(x, p=2, dim=(), keepdim=False, *, dtype=None):
@@ -103,13 +103,13 @@ def dist(x, y, p=2):
 
 def renorm(x, p, dim, maxnorm):
     rest = [d for d in range(x.dim()) if d != dim % x.dim()]
-    length = torch.linalg.vector_norm(_wide(x), p, rest, keepdim=True)
+    length = torch.linalg.vector_norm(_to_float32(x), p, rest, keepdim=True)
     return (x * torch.where(length > maxnorm, maxnorm / (length + 1e-7), 1)).to(x.dtype)
 
 
 def std(x, dim=None, *, correction=None, keepdim=False):
-    var = torch.var(_wide(x), dim, correction=correction, keepdim=keepdim)
-    return _root(var, 0.5).to(x.dtype.to_real())
+    var = torch.var(_to_float32(x), dim, correction=correction, keepdim=keepdim)
+    return _safe_pow(var, 0.5).to(x.dtype.to_real())
 
 
 def std_mean(x, dim=None, *, correction=None, keepdim=False):
@@ -120,7 +120,7 @@ def std_mean(x, dim=None, *, correction=None, keepdim=False):
 # ------------------------------------------------------------------- attention
 
 
-def attention(
+def fused_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -136,7 +136,7 @@ def attention(
             "Use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
         )
     n, dtype = q.shape[-1], q.dtype
-    q, k, v = map(_wide, (q, k, v))
+    q, k, v = map(_to_float32, (q, k, v))
     if k.shape[-3] != q.shape[-3]:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     scores = q @ k.mT * (n**-0.5 if scale is None else scale)
@@ -154,10 +154,10 @@ def attention(
 
 
 def layer_norm(x, shape, weight, bias, eps):
-    return _normalised(_wide(x), list(range(-len(shape), 0)), weight, bias, eps).to(x.dtype)
+    return _normalize(_to_float32(x), list(range(-len(shape), 0)), weight, bias, eps).to(x.dtype)
 
 
-def _normalised(x, dims, weight, bias, eps):
+def _normalize(x, dims, weight, bias, eps):
     x = x - x.mean(dims, keepdim=True)
     x = x * ((x * x).mean(dims, keepdim=True) + eps).rsqrt()
     x = x if weight is None else x * weight
@@ -176,8 +176,8 @@ def batch_norm(x, weight, bias, mean, var, training, momentum, eps):
     weight, bias = (None if t is None else t.reshape(place) for t in (weight, bias))
     if training or mean is None:
         dims = [d for d in range(x.ndim) if d != 1]
-        return _normalised(_wide(x), dims, weight, bias, eps).to(x.dtype)
-    y = (_wide(x) - mean.reshape(place)) * (var.reshape(place) + eps).rsqrt()
+        return _normalize(_to_float32(x), dims, weight, bias, eps).to(x.dtype)
+    y = (_to_float32(x) - mean.reshape(place)) * (var.reshape(place) + eps).rsqrt()
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)
 
@@ -187,15 +187,15 @@ def batch_norm(x, weight, bias, mean, var, training, momentum, eps):
 
 def cdist(x, y, p, compute_mode=None):
     """Compute distances of rows: (*, N, D), (*, M, D) -> (*, N, M)."""
-    return _length(x.unsqueeze(-2) - y.unsqueeze(-3), p)
+    return _compute_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p)
 
 
 def pdist(x, p=2.0):
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
-    return _length(x[i] - x[j], p)
+    return _compute_norm(x[i] - x[j], p)
 
 
-def _length(
+def _compute_norm(
     d: torch.Tensor, p: float, dims: list[int] | int = -1, keepdim: bool = False
 ) -> torch.Tensor:
     """The p-norm. Its derivative is zero where it has none, as in the kernels."""
@@ -208,12 +208,12 @@ def _length(
     if p == -float("inf"):
         return d.abs().amin(dims, keepdim)
     if p == 2:
-        return _root((d * d.conj()).real.sum(dims, keepdim), 0.5)
+        return _safe_pow((d * d.conj()).real.sum(dims, keepdim), 0.5)
     a = d.abs()
-    return _root((_root(a, p) if p < 2 else a**p).sum(dims, keepdim), 1 / p)
+    return _safe_pow((_safe_pow(a, p) if p < 2 else a**p).sum(dims, keepdim), 1 / p)
 
 
-def _root(s: torch.Tensor, power: float) -> torch.Tensor:
+def _safe_pow(s: torch.Tensor, power: float) -> torch.Tensor:
     """Return ``s**power``, with derivative zero at zero."""
     none = s == 0
     return s.masked_fill(none, 1).pow(power).masked_fill(none, 0 if power > 0 else torch.inf)

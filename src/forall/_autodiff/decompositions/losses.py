@@ -113,7 +113,7 @@ def segment_reduce(
     inside = inside.reshape(*inside.shape, *[1] * rest)
     count = count.reshape(*count.shape, *[1] * rest)
     x = data.unsqueeze(axis + 1)
-    out = _segments(x, inside, reduce, axis, initial)
+    out = _reduce_segments(x, inside, reduce, axis, initial)
     if reduce == "mean":
         out = out / count.clamp_min(1)
     if initial is None and reduce == "mean":
@@ -121,7 +121,7 @@ def segment_reduce(
     return out
 
 
-def _segments(x, inside, reduce, axis, initial):
+def _reduce_segments(x, inside, reduce, axis, initial):
     if reduce in ("sum", "mean"):
         out = x.masked_fill(~inside, 0).sum(axis)
         return out if initial is None else out + initial
@@ -148,10 +148,10 @@ def linear_cross_entropy(x, w, target, bias, weight, reduction, ignore_index, la
 SUM, MEAN, MAX = 0, 1, 2
 
 
-def bags(weight, own, indices, offsets, mode, padding_idx, n, largest):
+def reduce_bags(weight, own, indices, offsets, mode, padding_idx, n, largest):
     """Reduce ``n`` bags of rows of ``weight``, each row scaled by its ``own`` weight.
 
-    ``largest`` is the row that each maximum comes from, or -1 in an empty bag.
+    ``find_max_rows`` is the row that each maximum comes from, or -1 in an empty bag.
     """
     if mode == MAX:
         return weight.gather(0, largest.clamp_min(0)) * (largest >= 0)
@@ -166,6 +166,6 @@ def bags(weight, own, indices, offsets, mode, padding_idx, n, largest):
     return out / size.clamp_min(1).unsqueeze(1)
 
 
-def largest(size: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def find_max_rows(size: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return the row that each maximum of a bag comes from, or -1 in an empty bag."""
     return rows.masked_fill((size == 0).unsqueeze(1), -1)

@@ -12,7 +12,7 @@ import torch
 
 from forall._autodiff import sparse_errors
 from forall._autodiff.decompositions import kernels, losses
-from forall._autodiff.decompositions.losses import largest
+from forall._autodiff.decompositions.losses import find_max_rows
 from forall._core import rnn_decompositions
 from forall._core.sparse_operands import PLACING
 
@@ -22,20 +22,24 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def _efficient(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
-    return kernels.attention(q, k, v, dropout_p, is_causal, bias, scale)
+def _efficient_attention(
+    q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):
+    return kernels.fused_attention(q, k, v, dropout_p, is_causal, bias, scale)
 
 
-def _cudnn(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, debug=False, **kw):
-    return kernels.attention(q, k, v, dropout_p, is_causal, bias, **kw)
+def _cudnn_attention(
+    q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, debug=False, **kw
+):
+    return kernels.fused_attention(q, k, v, dropout_p, is_causal, bias, **kw)
 
 
-def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
-    return kernels.attention(q, k, v, dropout_p, is_causal, None, scale)
+def _flash_attention(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    return kernels.fused_attention(q, k, v, dropout_p, is_causal, None, scale)
 
 
-def _for_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    return kernels.attention(q, k, v, dropout_p, is_causal, attn_mask, scale)
+def _cpu_flash_attention(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    return kernels.fused_attention(q, k, v, dropout_p, is_causal, attn_mask, scale)
 
 
 def _batch_norm_with_update(x, weight, bias, mean, var, momentum, eps):
@@ -59,29 +63,29 @@ def _embedding_bag(
     padding=-1,
 ):
     out, _, size, rows = kernel
-    rows = largest(size, rows) if mode == losses.MAX else None
-    return losses.bags(weight, own, indices, offsets, mode, padding, len(out), rows)
+    rows = find_max_rows(size, rows) if mode == losses.MAX else None
+    return losses.reduce_bags(weight, own, indices, offsets, mode, padding, len(out), rows)
 
 
-def _in_chunks(x, w, target, bias, weight, reduction, ignore_index, label_smoothing, *_):
+def _linear_cross_entropy(x, w, target, bias, weight, reduction, ignore_index, label_smoothing, *_):
     return losses.linear_cross_entropy(
         x, w, target, bias, weight, reduction, ignore_index, label_smoothing
     )
 
 
-def _in_chunks_for_each(x, w, target, bias, weight, ignore_index, *_):
+def _linear_cross_entropy_each(x, w, target, bias, weight, ignore_index, *_):
     return losses.linear_cross_entropy(x, w, target, bias, weight, "none", ignore_index)
 
 
 # Decompositions of these get the kernel's results as well.
-READ = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
+READS_RESULTS = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
 
 # Decompositions return the first result, or several. Other results come from the kernel.
 FORWARD: dict[Any, Callable] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _for_cpu,
-    aten._scaled_dot_product_flash_attention.default: _flash,
-    aten._scaled_dot_product_efficient_attention.default: _efficient,
-    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash_attention,
+    aten._scaled_dot_product_flash_attention.default: _flash_attention,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
     aten.hardsigmoid.default: kernels.hardsigmoid,
     aten.glu.default: kernels.glu,
     aten.mse_loss.default: kernels.mse_loss,
@@ -107,8 +111,8 @@ FORWARD: dict[Any, Callable] = {
     aten._ctc_loss.default: losses.ctc_loss,
     aten._ctc_loss.Tensor: losses.ctc_loss,
     aten.segment_reduce.default: losses.segment_reduce,
-    **dict.fromkeys(READ, _embedding_bag),
-    **dict.fromkeys(PLACING, sparse_errors.placed),
+    **dict.fromkeys(READS_RESULTS, _embedding_bag),
+    **dict.fromkeys(PLACING, sparse_errors.refuse_sparse_tangent),
     aten.native_layer_norm.default: kernels.layer_norm,
     aten._weight_norm_interface.default: kernels.weight_norm,
     aten.native_batch_norm.default: kernels.batch_norm,
@@ -117,17 +121,17 @@ FORWARD: dict[Any, Callable] = {
     aten._batch_norm_with_update.default: _batch_norm_with_update,
     aten.cudnn_batch_norm.default: kernels.batch_norm,
     aten.miopen_batch_norm.default: kernels.batch_norm,
-    aten._cudnn_rnn.default: rnn_decompositions.cudnn,
+    aten._cudnn_rnn.default: rnn_decompositions.cudnn_rnn,
     aten._thnn_fused_lstm_cell.default: rnn_decompositions.lstm_cell,
     aten._thnn_fused_gru_cell.default: rnn_decompositions.gru_cell,
 }
 # Torch registers these when it first calls them.
 _LATE: dict[str, Callable] = {
-    "torch_nn::_linear_cross_entropy_batch_chunked": _in_chunks,
-    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _in_chunks_for_each,
+    "torch_nn::_linear_cross_entropy_batch_chunked": _linear_cross_entropy,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _linear_cross_entropy_each,
 }
 
 
-def steps(func: Any) -> Callable | None:
+def find_decomposition(func: Any) -> Callable | None:
     """Return the decomposition of an operator, or None."""
     return FORWARD.get(func) or _LATE.get(func._schema.name)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.version_counter import Count
+from forall._core.version_counter import VersionCount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,11 +35,11 @@ class Term:
 
     def __init__(self, func: Any, args: tuple, frame: tuple[int, ...], size: int) -> None:
         self.func, self.args, self.frame, self.size = func, args, frame, size
-        self.counts = [Count(a) for a in args if isinstance(a, torch.Tensor)]
+        self.counts = [VersionCount(a) for a in args if isinstance(a, torch.Tensor)]
 
-    def given(self) -> tuple:
+    def get_args(self) -> tuple:
         """Return the arguments, or raise if one of them has been modified in place."""
-        if not all(count.holds() for count in self.counts):
+        if not all(count.has_no_writes() for count in self.counts):
             raise RuntimeError(
                 f"{self.func}: a factor of a gradient has been modified by an inplace operation.\n"
                 "Write into a clone of it."
@@ -47,10 +47,10 @@ class Term:
         return self.args
 
     def value(self) -> Tensor:
-        return self.func(*self.given())
+        return self.func(*self.get_args())
 
 
-class Product(Term):
+class MatmulTerm(Term):
     """The product ``left @ right``: (*N, V, S), (*N, S, D) -> (*N, V, D), or its transpose."""
 
     __slots__ = ("turned",)
@@ -59,48 +59,48 @@ class Product(Term):
         return super().value().mT if self.turned else super().value()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        left, right = self.given()
+        left, right = self.get_args()
         right = right.unsqueeze(0) if right.dim() == 1 else right
         return (right.mT, left.mT) if self.turned else (left, right)
 
-    def transposed(self) -> Product:
-        other = Product(self.func, self.args, (*self.frame[:-2], *self.frame[:-3:-1]), self.size)
+    def transpose(self) -> MatmulTerm:
+        other = MatmulTerm(self.func, self.args, (*self.frame[:-2], *self.frame[:-3:-1]), self.size)
         other.turned, other.counts = not self.turned, self.counts
         return other
 
 
-def product(func: Any, args: tuple) -> Product:
+def make_matmul_term(func: Any, args: tuple) -> MatmulTerm:
     left, right = args
     frame = (*left.shape[:-1], right.shape[-1])
-    found = Product(func, args, frame, left.numel() + right.numel())
+    found = MatmulTerm(func, args, frame, left.numel() + right.numel())
     found.turned = False
     return found
 
 
-def outer(func: Any, args: tuple) -> Product | None:
+def make_outer_term(func: Any, args: tuple) -> MatmulTerm | None:
     """Return a column times a row, which torch computes as a broadcast multiplication, or None."""
     left, right = args
     if not isinstance(right, torch.Tensor) or left.dim() != 2 or right.dim() not in (1, 2):
         return None
     if left.shape[1] != 1 or right.numel() != right.shape[-1]:
         return None
-    return product(func, args)
+    return make_matmul_term(func, args)
 
 
-class Rows(Term):
+class EmbeddingTerm(Term):
     """The gradient (V, D) of an embedding: rows (S, D) added at the embedding's indices."""
 
     __slots__ = ()
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        g, index, _, padding, _ = self.given()
+        g, index, _, padding, _ = self.get_args()
         index, g = index.reshape(-1), g.reshape(-1, g.shape[-1])
         if padding >= 0:
             g = g.masked_fill((index == padding).unsqueeze(-1), 0)
         return index, g
 
 
-class Windows(Term):
+class ConvolutionTerm(Term):
     """The gradient of a convolution's weight: (G, V, S), (G, S, D) -> (G, V, D) for G groups.
 
     The right factor is the unfolded input (im2col).
@@ -115,42 +115,48 @@ class Windows(Term):
         return super().value()[1]
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        g, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = self.given()
+        g, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = self.get_args()
         if transposed:  # input and output swap roles
             g, x = x, g
         n = weight.dim() - 2
-        x = torch.nn.functional.pad(x, [p for p in _each(padding, n)[::-1] for _ in range(2)])
-        step, gap = _each(stride, n), _each(dilation, n)
-        return _left(g, groups), _windows(x, g.shape[2:], weight.shape[2:], step, gap, groups)
+        x = torch.nn.functional.pad(
+            x, [p for p in _repeat_option(padding, n)[::-1] for _ in range(2)]
+        )
+        step, gap = _repeat_option(stride, n), _repeat_option(dilation, n)
+        return _group_cotangents(g, groups), _unfold_windows(
+            x, g.shape[2:], weight.shape[2:], step, gap, groups
+        )
 
 
-def rows(func: Any, args: tuple) -> Rows | None:
+def make_embedding_term(func: Any, args: tuple) -> EmbeddingTerm | None:
     g, index, n, _, by_frequency = args
     if by_frequency:
         return None
-    return Rows(func, args, (n, g.shape[-1]), g.numel() + index.numel())
+    return EmbeddingTerm(func, args, (n, g.shape[-1]), g.numel() + index.numel())
 
 
-def windows(func: Any, args: tuple) -> Windows:
+def make_convolution_term(func: Any, args: tuple) -> ConvolutionTerm:
     g, x, weight, *_, transposed, _, groups, _ = args
     if transposed:
         g, x = x, g
     D = weight[0].numel()
     S = g.numel() // max(g.shape[1], 1)
     frame = (groups, weight.shape[0] // groups, D)
-    return Windows(func, (*args[:10], [False, True, False]), frame, g.numel() + groups * S * D)
+    return ConvolutionTerm(
+        func, (*args[:10], [False, True, False]), frame, g.numel() + groups * S * D
+    )
 
 
-def _each(option: Sequence[int], n: int) -> list[int]:
+def _repeat_option(option: Sequence[int], n: int) -> list[int]:
     return [*option] * n if len(option) == 1 else [*option]
 
 
-def _left(g: Tensor, groups: int) -> Tensor:
+def _group_cotangents(g: Tensor, groups: int) -> Tensor:
     """Permute cotangents to the left factor: (N, O, *out) -> (G, O / G, N * out)."""
     return g.unflatten(1, (groups, -1)).flatten(3).permute(1, 2, 0, 3).flatten(2)
 
 
-def _windows(
+def _unfold_windows(
     x: Tensor, out: Sequence[int], kernel: Sequence[int], step: list, gap: list, groups: int
 ) -> Tensor:
     """Unfold the input to the right factor: (N, C, *in) -> (G, N * out, C / G * kernel)."""
@@ -166,14 +172,16 @@ def _windows(
 # --- the norm of a sum -------------------------------------------------------------------------
 
 
-def squared(terms: Sequence[Any]) -> Tensor:
+def compute_squared_norm(terms: Sequence[Any]) -> Tensor:
     """The squared norm of the sum of the terms, a tensor of rank 0."""
-    sparse = [t.rows() for t in terms if isinstance(t, Rows)]
-    dense = [t.factors() for t in terms if not isinstance(t, Rows)]
-    left, right = _together(dense, -1, -2)
-    index, values = _together(sparse, 0, 0)
+    sparse = [t.rows() for t in terms if isinstance(t, EmbeddingTerm)]
+    dense = [t.factors() for t in terms if not isinstance(t, EmbeddingTerm)]
+    left, right = _concat_pairs(dense, -1, -2)
+    index, values = _concat_pairs(sparse, 0, 0)
     if not sparse and left.shape[-1] == 1:
-        return (wide(left).square().sum((-1, -2)) * wide(right).square().sum((-1, -2))).sum()
+        return (
+            to_float32(left).square().sum((-1, -2)) * to_float32(right).square().sum((-1, -2))
+        ).sum()
     # Terms may cancel: in double precision the rounding errors of the squares stay small.
     left, right, values = left.double(), right.double(), values.double()
     found = left.new_zeros(()) if dense else values.new_zeros(())
@@ -187,12 +195,12 @@ def squared(terms: Sequence[Any]) -> Tensor:
     return found.clamp(min=0)
 
 
-def _together(pairs: list, first: int, second: int) -> tuple[Tensor, Tensor]:
+def _concat_pairs(pairs: list, first: int, second: int) -> tuple[Tensor, Tensor]:
     if not pairs:
         return torch.zeros(0), torch.zeros(0)
     return torch.cat([p for p, _ in pairs], first), torch.cat([p for _, p in pairs], second)
 
 
-def wide(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     """Convert half precision to float32, as squares of 16-bit numbers overflow."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

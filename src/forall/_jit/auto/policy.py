@@ -19,60 +19,62 @@ from weakref import ref
 import torch
 
 from forall._compat import pytree, rng_state
-from forall._compat.autograd_graph import node_of
-from forall._compat.native_guards import writes_into
+from forall._compat.autograd_graph import find_autograd_node
+from forall._compat.native_guards import get_dict_version
 from forall._compat.private_api import has_global_hooks
 from forall._compat.transform_call import call_transform
 from forall._core import config
-from forall._core.python_state import Unwatched
-from forall._jit.auto.purity import doubt
-from forall._jit.cache.call_key import ambient, is_free, kind_of
-from forall._jit.cache.differentiable_entry import Differentiated
+from forall._core.python_state import UnguardedState
+from forall._jit.auto.purity import find_impurity
+from forall._jit.cache.call_key import is_free, make_call_key, read_torch_state
+from forall._jit.cache.differentiable_entry import DifferentiableEntry
 from forall._jit.cache.entry import MISSED
 from forall._jit.guards.build import Guards
-from forall._jit.guards.identity import Unfit, objects_of, outlined
+from forall._jit.guards.identity import UnfitArgument, find_keyed_objects, outline_call
 from forall._jit.search_budget import (
-    NEVER,
+    NO_DEADLINE,
+    REPLAYS_PER_ATTEMPT,
     TOO_LONG,
-    WORTH,
-    Attempts,
+    AttemptBudget,
     Deadline,
     clock,
-    without_collections,
+    disable_gc,
 )
 from forall._jit.tracing.coverage import (
-    EVERYTHING,
-    SIGHTS,
-    Everything,
-    Ran,
+    FULL_COVERAGE,
+    MOST_OBSERVATIONS,
+    FullCoverage,
+    ObservedCoverage,
 )
-from forall._jit.tracing.joint_graph import FIRST, Pass
+from forall._jit.tracing.joint_graph import FIRST_PASS, BackwardPass
 from forall._jit.tracing.trace_call import (
-    Before,
-    Unfinished,
-    begun,
-    guarding,
+    StateBeforeCall,
+    UnfinishedEntry,
+    begin_recording,
+    make_guards,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from forall._jit.cache.entry import Recorded
-    from forall._jit.tracing.trace_call import Recording
+    from forall._jit.cache.entry import CacheEntry
+    from forall._jit.tracing.trace_call import TraceOutcome
 
 _MOST = 64  # entries that are kept
-_MOST_DUE = 256  # kinds of calls that wait to be recorded, the last ones
-_LONG = 1024  # looks at calls after which an unused entry makes room for another
-_AT_ONCE = 6  # attempts for one kind before the pauses between them begin
-_LATER = 4  # calls until the next attempt for a kind that took too long
+_MOST_PENDING = 256  # kinds of calls that wait to be recorded, the last ones
+_LOOKS_UNTIL_UNUSED = 1024  # looks at calls after which an unused entry makes room for another
+_ATTEMPTS_IN_A_ROW = 6  # attempts for one kind before the pauses between them begin
+_CALLS_AFTER_TIMEOUT = 4  # calls until the next attempt for a kind that took too long
 _MOST_BYTES = 2**24  # of constants that a program keeps
-_GLANCE = Everything(most=1000)  # a quick walk: where it fails, the next call is observed instead
+_QUICK_COVERAGE = FullCoverage(
+    most=1000
+)  # a quick walk: where it fails, the next call is observed instead
 _CHANGES = "what it reaches, or asks of numbers, changes from call to call"
 _RUNS_OTHERS = "what it runs changes from call to call"
 _FAILS = "it fails where it is recorded, and not as it is"
 
 
-class Replays(Unwatched):
+class AutoReplayCache(UnguardedState):
     """The auto-replay cache of one transformed function; ``why`` is the reason against replays.
 
     The function ``eager`` is recorded; a call that is not replayed is made by its ``instead``. The
@@ -86,50 +88,56 @@ class Replays(Unwatched):
         self.leads_back = leads_back  # called if a program will hold a weakly held object
         self.stands_in = stands_in
         self.unseen: str | None = None  # the reason against replays without an observed call
-        self.known: dict[Any, Recorded | _Begun] = {}
-        self.due: OrderedDict[Any, _Due] = OrderedDict()  # kinds that wait to be recorded
-        self.newest: Recorded | None = None
+        self.known: dict[Any, CacheEntry | _UnfinishedReplay] = {}
+        self.due: OrderedDict[Any, _PendingKind] = OrderedDict()  # kinds that wait to be recorded
+        self.newest: CacheEntry | None = None
         self.hits = 0
-        self.attempts = Attempts()
+        self.attempts = AttemptBudget()
 
     def run(self, args: tuple, kwargs: dict, instead: Callable[[], Any]) -> Any:
         if sys.gettrace() or has_global_hooks():
             return instead()
         recorded = self.newest
-        if recorded is not None and not kwargs and recorded.serves(len(args), args, args):
-            return self.again(recorded, args, instead)
-        passes = self.passes()
+        if (
+            recorded is not None
+            and not kwargs
+            and recorded.serves_at_a_glance(len(args), args, args)
+        ):
+            return self.replay_entry(recorded, args, instead)
+        passes = self.skips_call()
         if (passes and recorded is None) or not is_free():
             return instead()
         try:
-            leaves, outline, nodes = outlined(args, kwargs)
+            leaves, outline, nodes = outline_call(args, kwargs)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-            if recorded is not None and recorded.serves(outline, leaves, tensors, nodes):
-                return self.again(recorded, tensors, instead)
+            if recorded is not None and recorded.serves_at_a_glance(
+                outline, leaves, tensors, nodes
+            ):
+                return self.replay_entry(recorded, tensors, instead)
             if passes:
                 return instead()
             self.attempts.looks += 1
-            kind = kind_of(outline, leaves, tensors)
-        except Unfit:
-            self.attempts.missed(self.hits)
+            kind = make_call_key(outline, leaves, tensors)
+        except UnfitArgument:
+            self.attempts.count_miss(self.hits)
             return instead()
         recorded = self.known.get(kind)
         if recorded is None:
-            return call_transform(self._not_known, _Call(kind, args, kwargs, instead, leaves))
+            return call_transform(self._run_unknown, _CallInfo(kind, args, kwargs, instead, leaves))
         recorded.used = self.attempts.looks
-        if type(recorded) is _Begun:
-            return call_transform(self._one_more_step, kind, recorded, instead)
-        if not recorded.stands(tensors, nodes):
-            self._changed(kind, recorded)
+        if type(recorded) is _UnfinishedReplay:
+            return call_transform(self._take_one_step, kind, recorded, instead)
+        if not recorded.serves_call(tensors, nodes):
+            self._drop_changed(kind, recorded)
             return instead()
         if recorded is self.newest:
-            recorded.served(outline, leaves, tensors, nodes)
+            recorded.make_fast_test(outline, leaves, tensors, nodes)
         self.newest = recorded
-        return self.again(recorded, tensors, instead)
+        return self.replay_entry(recorded, tensors, instead)
 
-    def passes(self) -> bool:
+    def skips_call(self) -> bool:
         """True if a call passes without a look, and count it."""
-        return self.attempts.rest > 0 and self.attempts.passes(self.hits)
+        return self.attempts.rest > 0 and self.attempts.skips_call(self.hits)
 
     @property
     def why(self) -> str | None:
@@ -137,212 +145,226 @@ class Replays(Unwatched):
         found = (due.why for due in reversed([*self.due.values()]) if due.why is not None)
         return None if self.known else next(found, None)
 
-    def doubt(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         """The reason against replaying calls, None if none is known."""
         if self.unseen is None:
-            self.unseen = self._doubt(Guards(self.eager))
+            self.unseen = self._analyze_purity(Guards(self.eager))
         found = (due.why for due in [*self.due.values()] if due.why is not None)
         return next(found, None) or (None if self.hits else self.unseen)
 
-    def _doubt(self, guards: Guards) -> str | None:
-        if self.leads_back is not None and guards.leads_back():
+    def _analyze_purity(self, guards: Guards) -> str | None:
+        if self.leads_back is not None and guards.leads_to_weak():
             self.leads_back()
-        return doubt(guards, stands_in=self.stands_in)
+        return find_impurity(guards, stands_in=self.stands_in)
 
-    def _not_known(self, call: _Call) -> Any:
+    def _run_unknown(self, call: _CallInfo) -> Any:
         """Make a call of a kind that has no entry: run eagerly, or record it."""
         due = self.due.get(call.kind)
         try:
-            things = objects_of(call.args, call.kwargs)
-        except Unfit:
-            self.attempts.missed(self.hits)
+            things = find_keyed_objects(call.args, call.kwargs)
+        except UnfitArgument:
+            self.attempts.count_miss(self.hits)
             return call.instead()
-        if due is None or not due.is_of(things):  # the ids in the key were of other objects
+        if due is None or not due.matches_objects(
+            things
+        ):  # the ids in the key were of other objects
             is_due = config.now.replay == "check"  # record at the first call
-            due = _Due(things=tuple(map(_weakly, things)))
+            due = _PendingKind(things=tuple(map(_make_weak_ref, things)))
         else:
             is_due = not due.wait and not due.refused
-        if is_due and self._may_begin():
-            return self._first(call, due)
-        self.attempts.missed(self.hits)
+        if is_due and self._may_record():
+            return self._try_recording(call, due)
+        self.attempts.count_miss(self.hits)
         start = clock()
         result = call.instead()
         taken = clock() - start
         seconds, spent = min(due.seconds, taken), due.spent + taken
-        self._put(call.kind, due._replace(seconds=seconds, spent=spent, wait=max(0, due.wait - 1)))
+        self._keep_pending(
+            call.kind, due._replace(seconds=seconds, spent=spent, wait=max(0, due.wait - 1))
+        )
         return result
 
-    def _put(self, kind: Any, due: _Due) -> None:
+    def _keep_pending(self, kind: Any, due: _PendingKind) -> None:
         self.due[kind] = due
         with suppress(KeyError):  # another thread's calls may have pushed it out
             self.due.move_to_end(kind)
-            if len(self.due) > _MOST_DUE:
+            if len(self.due) > _MOST_PENDING:
                 self.due.popitem(last=False)
 
-    def _refuse(self, kind: Any, due: _Due, why: str | None) -> None:
+    def _refuse(self, kind: Any, due: _PendingKind, why: str | None) -> None:
         """Run calls of this kind eagerly from now on."""
         self.known.pop(kind, None)
-        self._put(kind, due._replace(why=why, refused=True, ran=EVERYTHING))
+        self._keep_pending(kind, due._replace(why=why, refused=True, ran=FULL_COVERAGE))
 
-    def _put_off(self, kind: Any, due: _Due, why: str | None) -> None:
+    def _postpone(self, kind: Any, due: _PendingKind, why: str | None) -> None:
         """Schedule the next attempt: for some attempts at the next call, then with growing pauses.
 
         Each pause is twice as many calls as the last. An attempt that took too long always leads to
         a pause.
         """
         self.known.pop(kind, None)
-        at_once = (1 << max(0, due.tries - _AT_ONCE)) - 1
-        wait = _LATER << due.tries if why == TOO_LONG else at_once
+        at_once = (1 << max(0, due.tries - _ATTEMPTS_IN_A_ROW)) - 1
+        wait = _CALLS_AFTER_TIMEOUT << due.tries if why == TOO_LONG else at_once
         spent = due.spent if why == TOO_LONG else 0.0
         why = why if due.tries else None  # the first call may have set up state
-        self._put(kind, due._replace(why=why, tries=due.tries + 1, wait=wait, spent=spent))
+        self._keep_pending(kind, due._replace(why=why, tries=due.tries + 1, wait=wait, spent=spent))
 
-    def _may_begin(self) -> bool:
+    def _may_record(self) -> bool:
         """True if the budget allows an attempt to record a call, and there is room for an entry."""
         oldest = None
         if len(self.known) >= _MOST:
             oldest, found = min(self.known.copy().items(), key=lambda item: item[1].used)
-            if found is self.newest or self.attempts.looks - found.used < _LONG:
+            if found is self.newest or self.attempts.looks - found.used < _LOOKS_UNTIL_UNUSED:
                 return False
-        if not self.attempts.may_begin(self.hits):
+        if not self.attempts.may_attempt(self.hits):
             return False
         self.known.pop(oldest, None)
         return True
 
-    def _changed(self, kind: Any, before: Recorded) -> None:
+    def _drop_changed(self, kind: Any, before: CacheEntry) -> None:
         """Drop an entry whose guards failed; record the next call if that is worth it."""
         self.newest = None
         self.known.pop(kind, None)
-        self.attempts.missed(self.hits)
-        due = before.due._replace(times=before.times, ran=EVERYTHING, sights=0)
-        if type(before) is Differentiated and before.is_in_vain():
+        self.attempts.count_miss(self.hits)
+        due = before.due._replace(times=before.times, ran=FULL_COVERAGE, sights=0)
+        if type(before) is DifferentiableEntry and before.is_backward_unused():
             self._refuse(
                 kind, due, "derivatives of its backward pass are taken, or of ever other results"
             )
-        elif type(before) is Differentiated and before.asked is not None:
-            self._put(kind, due._replace(asked=before.asked))
+        elif type(before) is DifferentiableEntry and before.asked is not None:
+            self._keep_pending(kind, due._replace(asked=before.asked))
         else:
-            paid = self.hits - before.since >= WORTH
-            self._put_off(kind, due._replace(tries=0) if paid else due, _CHANGES)
+            paid = self.hits - before.since >= REPLAYS_PER_ATTEMPT
+            self._postpone(kind, due._replace(tries=0) if paid else due, _CHANGES)
 
-    def _first(self, call: _Call, due: _Due) -> Any:
-        until = NEVER
+    def _try_recording(self, call: _CallInfo, due: _PendingKind) -> Any:
+        until = NO_DEADLINE
         if config.now.replay != "check":
-            until = Deadline.of(due.seconds, due.operators, due.spent)
+            until = Deadline.make_for_call(due.seconds, due.operators, due.spent)
         if due.ran.seen or self.unseen is None:
-            glance = due.ran if due.ran.seen else _GLANCE
-            with glance.reading():
-                guards = guarding(self.eager, (call.args, call.kwargs), glance, until)
-                why = self._doubt(guards)
+            glance = due.ran if due.ran.seen else _QUICK_COVERAGE
+            with glance.cache_instructions():
+                guards = make_guards(self.eager, (call.args, call.kwargs), glance, until)
+                why = self._analyze_purity(guards)
             if why is None:
-                with without_collections():  # finalizers of garbage are not part of the call
-                    result = self._watched(call, due, guards, until)
-                    self._goes_on_at_once(call, result, until)
+                with disable_gc():  # finalizers of garbage are not part of the call
+                    result = self._record_observed(call, due, guards, until)
+                    self._take_first_steps(call, result, until)
                 return result
             if why == TOO_LONG:
-                self._put_off(call.kind, due, why)
+                self._postpone(call.kind, due, why)
                 return call.instead()
-            if due.sights >= SIGHTS:
+            if due.sights >= MOST_OBSERVATIONS:
                 self._refuse(call.kind, due, why)
                 return call.instead()
             self.unseen = self.unseen or why
-        ran = Ran(until)
-        with ran.watching():
+        ran = ObservedCoverage(until)
+        with ran.observe_calls():
             result = call.instead()
         if ran.why == TOO_LONG:
-            self._put_off(call.kind, due, ran.why)
+            self._postpone(call.kind, due, ran.why)
         else:
-            self._put(call.kind, due._replace(ran=ran, sights=due.sights + 1))
+            self._keep_pending(call.kind, due._replace(ran=ran, sights=due.sights + 1))
         return result
 
-    def _watched(self, call: _Call, due: _Due, guards: Guards, until: Deadline) -> Any:
+    def _record_observed(
+        self, call: _CallInfo, due: _PendingKind, guards: Guards, until: Deadline
+    ) -> Any:
         """Record a call, and check that it runs only code that the last call was seen to run."""
         if not due.ran.seen:
             return self._record(call, due, guards, until)
-        ran, homes = Ran(until), _homes(guards) if self.stands_in else []
-        written = [*map(writes_into, homes)]
-        with ran.watching():
+        ran, homes = ObservedCoverage(until), _collect_globals(guards) if self.stands_in else []
+        written = [*map(get_dict_version, homes)]
+        with ran.observe_calls():
             result = self._record(call, due, guards, until)
-        if [*map(writes_into, homes)] != written:
+        if [*map(get_dict_version, homes)] != written:
             self._refuse(call.kind, due, "it rebinds names of another function's")
         elif not ran <= due.ran:
             now = self.due.get(call.kind)
             if ran.why == TOO_LONG:
-                self._put_off(call.kind, due, TOO_LONG)
+                self._postpone(call.kind, due, TOO_LONG)
             elif now is None:
-                self._put_off(call.kind, due._replace(ran=ran), _RUNS_OTHERS)
+                self._postpone(call.kind, due._replace(ran=ran), _RUNS_OTHERS)
             elif not now.refused:
-                self._put(call.kind, now._replace(ran=ran))
+                self._keep_pending(call.kind, now._replace(ran=ran))
         return result
 
-    def _record(self, call: _Call, due: _Due, guards: Guards, until: Deadline) -> Any:
-        before = ambient()
-        made = self._begun(call, due.asked, guards, until)
+    def _record(self, call: _CallInfo, due: _PendingKind, guards: Guards, until: Deadline) -> Any:
+        before = read_torch_state()
+        made = self._begin_recording(call, due.asked, guards, until)
         if made is None:
-            self._put_off(call.kind, due, _FAILS)
+            self._postpone(call.kind, due, _FAILS)
             return call.instead()
-        if made.steps is None or ambient() != before:
+        if made.steps is None or read_torch_state() != before:
             why = "it changes the state of torch" if made.steps else made.why
             if made.moved:
-                self._put_off(call.kind, due, why)
+                self._postpone(call.kind, due, why)
             elif why == TOO_LONG:
                 due = due._replace(operators=made.operators)
-                self._put_off(call.kind, due, why)
+                self._postpone(call.kind, due, why)
             else:
                 self._refuse(call.kind, due, why)
             return made.result
-        unfinished = _Begun(made.steps, due, guards)
+        unfinished = _UnfinishedReplay(made.steps, due, guards)
         unfinished.used = self.attempts.looks
         self.known[call.kind] = unfinished
         self.due.pop(call.kind, None)
         return made.result
 
-    def _goes_on_at_once(self, call: _Call, result: Any, until: Deadline) -> None:
+    def _take_first_steps(self, call: _CallInfo, result: Any, until: Deadline) -> None:
         """After a recorded call, take the steps of its program for which there is time."""
         unfinished = self.known.get(call.kind)
-        if type(unfinished) is not _Begun:
+        if type(unfinished) is not _UnfinishedReplay:
             return
-        recorded = self._goes_on(call.kind, unfinished, until)
+        recorded = self._take_steps(call.kind, unfinished, until)
         if recorded is not None and config.now.replay == "check":
             tensors = [x for x in call.leaves if isinstance(x, torch.Tensor)]
-            _compared(recorded, tensors, result)
+            _check_first_replay(recorded, tensors, result)
 
-    def _begun(self, call: _Call, asked: Pass, guards: Guards, until: Deadline) -> Recording | None:
+    def _begin_recording(
+        self, call: _CallInfo, asked: BackwardPass, guards: Guards, until: Deadline
+    ) -> TraceOutcome | None:
         """Record a call; return None if it fails before any effect, so that it can run eagerly.
 
         The eager call raises the user's own error: under a dispatch mode torch leaves out some
         checks of values, and raises another error later.
         """
-        before = Before(call.leaves, guards)
+        before = StateBeforeCall(call.leaves, guards)
         try:
             how = {"given": (call.args, call.kwargs), "certain": True, "asked": asked}
             spec = pytree.flatten((call.args, call.kwargs))[1]
-            return begun(self.eager, call.leaves, spec, guards, before, until=until, **how)
+            return begin_recording(
+                self.eager, call.leaves, spec, guards, before, until=until, **how
+            )
         except Exception:
-            if not guards.hold() or before.is_written_to():
+            if not guards.hold() or before.has_outside_writes():
                 raise
-            before.draw_again()
+            before.rewind_generators()
             return None
 
-    def _one_more_step(self, kind: Any, unfinished: _Begun, instead: Callable[[], Any]) -> Any:
+    def _take_one_step(
+        self, kind: Any, unfinished: _UnfinishedReplay, instead: Callable[[], Any]
+    ) -> Any:
         start = clock()
         result = instead()
-        with without_collections():
-            until = Deadline.of(clock() - start)
-            self._goes_on(kind, unfinished, until._replace(work=until.call))
+        with disable_gc():
+            until = Deadline.make_for_call(clock() - start)
+            self._take_steps(kind, unfinished, until._replace(work=until.call))
         return result
 
-    def _goes_on(self, kind: Any, unfinished: _Begun, until: Deadline) -> Recorded | None:
+    def _take_steps(
+        self, kind: Any, unfinished: _UnfinishedReplay, until: Deadline
+    ) -> CacheEntry | None:
         """Take steps of an unfinished entry until the deadline; return the entry if it is done."""
         due = unfinished.due
         try:
-            recorded = unfinished.go_on(until)
+            recorded = unfinished.take_steps(until)
         except Exception as error:  # noqa: BLE001 - a defect of ours is not to fail the user's call
             self._refuse(kind, due, f"its program cannot be made: {error}")
             return None
         if recorded is None:
-            if unfinished.is_broken and self.known.get(kind) is unfinished:
-                self._put_off(kind, due, "its program was not finished")
+            if unfinished.is_exhausted and self.known.get(kind) is unfinished:
+                self._postpone(kind, due, "its program was not finished")
             return None
         why = None
         if recorded.writes_outside():  # an operator that fails would leave it half done
@@ -358,28 +380,28 @@ class Replays(Unwatched):
         self.known[kind] = recorded
         return recorded
 
-    def again(
-        self, recorded: Recorded, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
+    def replay_entry(
+        self, recorded: CacheEntry, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
     ) -> Any:
-        result, drawn = recorded.attempt(tensors)
+        result, drawn = recorded.try_replay(tensors)
         if result is MISSED:
             return instead()
         self.hits += 1
         if config.now.replay == "check":
             if drawn is not None:
-                rng_state.restore(drawn)
-            _same(result, instead(), recorded, tensors)
+                rng_state.restore_states(drawn)
+            _check_replay(result, instead(), recorded, tensors)
         return result
 
 
-def _homes(guards: Guards) -> list[dict[str, Any]]:
+def _collect_globals(guards: Guards) -> list[dict[str, Any]]:
     """The globals of the functions that ran, each dict once."""
-    functions = (f for f in guards.reached() if isinstance(f, FunctionType))
-    running = (f.__globals__ for f in functions if guards.ran.holds(f.__code__))
+    functions = (f for f in guards.list_visited() if isinstance(f, FunctionType))
+    running = (f.__globals__ for f in functions if guards.ran.may_have_run(f.__code__))
     return [*{id(home): home for home in running}.values()]
 
 
-class _Call(NamedTuple):
+class _CallInfo(NamedTuple):
     """A call, with the leaves of its arguments and the function that makes it eagerly."""
 
     kind: Any
@@ -389,12 +411,12 @@ class _Call(NamedTuple):
     leaves: list
 
 
-class _Due(NamedTuple):
+class _PendingKind(NamedTuple):
     """A kind of call that waits to be recorded, with the backward pass to record."""
 
-    asked: Pass = FIRST
+    asked: BackwardPass = FIRST_PASS
     times: int = 0  # recordings so far
-    ran: Everything = EVERYTHING  # the coverage of the last call
+    ran: FullCoverage = FULL_COVERAGE  # the coverage of the last call
     sights: int = 0  # calls that were observed
     seconds: float = inf  # that an eager call takes
     spent: float = 0.0  # seconds of eager calls since one was recorded
@@ -405,49 +427,51 @@ class _Due(NamedTuple):
     why: str | None = None
     refused: bool = False  # never to be recorded
 
-    def is_of(self, things: Sequence[Any]) -> bool:
+    def matches_objects(self, things: Sequence[Any]) -> bool:
         """True if these are the objects in the key, not others with the same ids."""
         pairs = zip(self.things, things, strict=False)
         same = all(thing is None or thing() is x for thing, x in pairs)
         return same and len(self.things) == len(things)
 
 
-def _weakly(x: Any) -> ref | None:
+def _make_weak_ref(x: Any) -> ref | None:
     try:
         return ref(x)
     except TypeError:
         return None  # its class allows no weak references
 
 
-class _Begun(Unfinished):
+class _UnfinishedReplay(UnfinishedEntry):
     """A recorded call that waits for its passes and code generation, with its guards."""
 
-    def __init__(self, steps: Any, due: _Due, guards: Guards) -> None:
+    def __init__(self, steps: Any, due: _PendingKind, guards: Guards) -> None:
         super().__init__(steps)
         self.due, self.guards = due, guards
 
 
-def _compared(recorded: Recorded, tensors: Sequence[torch.Tensor], result: Any) -> None:
+def _check_first_replay(recorded: CacheEntry, tensors: Sequence[torch.Tensor], result: Any) -> None:
     if not recorded.draws:
-        _same(recorded(tensors), result, recorded, tensors)
+        _check_replay(recorded(tensors), result, recorded, tensors)
 
 
-def _same(found: Any, expected: Any, recorded: Recorded, tensors: Sequence[torch.Tensor]) -> None:
+def _check_replay(
+    found: Any, expected: Any, recorded: CacheEntry, tensors: Sequence[torch.Tensor]
+) -> None:
     """Compare a replayed call with the eager call, as `config.replay = "check"` asks."""
     ours, tree = pytree.flatten(found)
     theirs, wanted = pytree.flatten(expected)
     if tree != wanted or not all(map(_is_same, ours, theirs)):
         raise RuntimeError(f"forall: a replayed call gave\n{found}\nand not\n{expected}")
-    if isinstance(recorded, Differentiated):
+    if isinstance(recorded, DifferentiableEntry):
         given = [t for t in (*tensors, *recorded.captured) if t.requires_grad]
-        slopes, expected = (_slopes(leaves, given) for leaves in (ours, theirs))
+        slopes, expected = (_compute_gradients(leaves, given) for leaves in (ours, theirs))
         if not all(map(_is_same, slopes, expected)):
             raise RuntimeError(f"forall: a replayed pull-back gave\n{slopes}\nand not\n{expected}")
 
 
-def _slopes(leaves: list, given: list[torch.Tensor]) -> list[torch.Tensor | None]:
+def _compute_gradients(leaves: list, given: list[torch.Tensor]) -> list[torch.Tensor | None]:
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-    ends = [x for x in tensors if node_of(x) is not None]
+    ends = [x for x in tensors if find_autograd_node(x) is not None]
     cotangents = [torch.ones_like(y) for y in ends]
     slopes = torch.autograd.grad(ends, given, cotangents, retain_graph=True, allow_unused=True)
     return [*slopes]

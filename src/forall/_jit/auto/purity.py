@@ -38,43 +38,47 @@ from forall._compat.private_api import PLAIN
 from forall._core.python_state import (
     SETTERS,
     UNSET,
-    Unwatched,
-    contents,
-    is_library,
-    is_no_users,
+    UnguardedState,
+    cell_contents_of,
+    find_rebound_names,
+    is_library_module,
+    is_not_users,
     is_ours,
     may_rebind,
-    rebinds,
-    rebound_of,
+    may_rebind_by,
 )
-from forall._jit.guards.attribute_names import BY_ANY_NAME, SKIPPED, asked_by_text
-from forall._jit.guards.import_sources import Imports, has_imports
+from forall._jit.guards.attribute_names import NAMES_OF_ANY_LOOKUP, SKIPPED_OPS, find_text_lookups
+from forall._jit.guards.import_sources import ImportReader, has_imports
 from forall._jit.guards.leaves import (
-    CACHED,
     CONTAINERS,
-    TELLERS,
-    VIEWS,
+    DICT_VIEWS,
+    LOGGING_CLASSES,
+    LRU_CACHE,
     WRAPPERS,
-    is_array,
-    is_of_environment,
+    is_environment,
+    is_ndarray,
 )
-from forall._jit.guards.module_names import ATTRIBUTES, is_users, ways
-from forall._jit.search_budget import EACH, TOO_LONG, clock
+from forall._jit.guards.module_names import ATTRIBUTES, find_dotted_names, is_users_module
+from forall._jit.search_budget import STEPS_PER_CLOCK_READ, TOO_LONG, clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from forall._jit.guards.build import Guards
-    from forall._jit.tracing.coverage import Everything
+    from forall._jit.tracing.coverage import FullCoverage
 
 _WRAPPERS = {MappingProxyType, *WRAPPERS} - {BuiltinFunctionType, MethodWrapperType}
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
-_NAMED = ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # with an attribute's name
-_ANY = frozenset({"__dict__", "__dir__", "__getattribute__"})  # give all names of a module
+_OPS_WITH_ATTRIBUTE = ATTRIBUTES | {
+    "STORE_ATTR",
+    "DELETE_ATTR",
+    "IMPORT_FROM",
+}  # with an attribute's name
+_NAMES_OF_ALL = frozenset({"__dict__", "__dir__", "__getattribute__"})  # give all names of a module
 _WATCHED = frozenset({"__code__", "__dict__"})  # guarded where code names them
 
 
-def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
+def find_impurity(guards: Guards, *, stands_in: bool = False) -> str | None:
     """The reason why a function may be impure, None if it is certainly pure.
 
     Names of torch's that its code contains are guarded from now on. With ``stands_in``, the
@@ -83,33 +87,35 @@ def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
     """
     if guards.why is not None or guards.ran.why is not None:
         return guards.why or guards.ran.why
-    reading, ran = _Reading(guards), guards.ran
-    reached = [*guards.reached()]
+    reading, ran = _CodeReader(guards), guards.ran
+    reached = [*guards.list_visited()]
     for i, value in enumerate(reached):
-        if not i % EACH and clock() > guards.until.call:
+        if not i % STEPS_PER_CLOCK_READ and clock() > guards.until.call:
             return TOO_LONG
         if isinstance(value, FunctionType) and not is_ours(value):
-            if reading.is_certain(value) or not ran.holds(value.__code__):
+            if reading.is_certain(value) or not ran.may_have_run(value.__code__):
                 continue
-            why = reading.of(value)
+            why = reading.read_function(value)
             if stands_in and _may_rebind(ran, value.__code__):
                 why = why or f"{value.__qualname__} rebinds names of another function's"
         else:
-            why = None if reading.is_certain(value) else f"it reaches {_named(value)}"
+            why = None if reading.is_certain(value) else f"it reaches {_describe_value(value)}"
         if why is not None:
             return why
-    return _unreached(ran, reached)
+    return _find_unreached_code(ran, reached)
 
 
-def _may_rebind(ran: Everything, code: CodeType) -> bool:
+def _may_rebind(ran: FullCoverage, code: CodeType) -> bool:
     """True if code may rebind names of other functions or modules.
 
     Where the call was observed, only the instructions that ran count.
     """
-    return may_rebind(code) and (not ran.seen or rebinds(code, ran.names(code) - SETTERS))
+    return may_rebind(code) and (
+        not ran.seen or may_rebind_by(code, ran.list_names(code) - SETTERS)
+    )
 
 
-def _unreached(ran: Everything, reached: Iterable[Any]) -> str | None:
+def _find_unreached_code(ran: FullCoverage, reached: Iterable[Any]) -> str | None:
     """The reason if code ran that no reached function has or makes, None if there is none."""
     if not ran.seen:
         return None
@@ -119,21 +125,23 @@ def _unreached(ran: Everything, reached: Iterable[Any]) -> str | None:
         code = left.pop()
         if code not in known:
             known.add(code)
-            made = [i.argval for i in ran.instructions(code)]
+            made = [i.argval for i in ran.list_instructions(code)]
             left += [c for c in made if isinstance(c, CodeType)]
-    odd = next((code for code in ran.codes() if code not in known), None)
+    odd = next((code for code in ran.list_codes() if code not in known), None)
     if odd is None:
         return None
-    if _at(odd) in {*map(_at, known)}:  # the converted code of a known function
-        return f"examples part in {odd.co_qualname} ({_at(odd)})"
-    return f"nothing leads to {odd.co_qualname}, which runs ({_at(odd)})"
+    if _format_position(odd) in {
+        *map(_format_position, known)
+    }:  # the converted code of a known function
+        return f"examples part in {odd.co_qualname} ({_format_position(odd)})"
+    return f"nothing leads to {odd.co_qualname}, which runs ({_format_position(odd)})"
 
 
-def _at(code: CodeType) -> str:
+def _format_position(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-class _Reading:
+class _CodeReader:
     """A reader of functions' code, name by name."""
 
     def __init__(self, guards: Guards) -> None:
@@ -141,78 +149,84 @@ class _Reading:
         self._modules: set[ModuleType] = set()  # modules that were checked
         # Names of attributes in all code that ran, and whether it may look up any name:
         self._names, self._by_any = set[str](), False
-        for code in self.ran.codes():
-            instructions = self.ran.instructions(code)
-            names, by_others = asked_by_text(instructions)
-            self._names |= names.union(i.argval for i in instructions if i.opname in _NAMED)
-            self._by_any = self._by_any or by_others or not _ANY.isdisjoint(self._names)
+        for code in self.ran.list_codes():
+            instructions = self.ran.list_instructions(code)
+            names, by_others = find_text_lookups(instructions)
+            self._names |= names.union(
+                i.argval for i in instructions if i.opname in _OPS_WITH_ATTRIBUTE
+            )
+            self._by_any = self._by_any or by_others or not _NAMES_OF_ALL.isdisjoint(self._names)
 
-    def of(self, func: FunctionType) -> str | None:
+    def read_function(self, func: FunctionType) -> str | None:
         home = func.__globals__
-        if is_no_users(func):
-            return f"it reaches {_named(func)}"
+        if is_not_users(func):
+            return f"it reaches {_describe_value(func)}"
         cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
-        found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
-        for code, modules in _codes(func.__code__, found):
-            why = self._code(code, home, modules)
+        found = {
+            n: cell_contents_of(c) for n, c in cells if isinstance(cell_contents_of(c), ModuleType)
+        }
+        for code, modules in _walk_with_modules(func.__code__, found):
+            why = self._read_code(code, home, modules)
             if why is not None:
-                return f"{func.__qualname__} {why} ({_at(code)})"
+                return f"{func.__qualname__} {why} ({_format_position(code)})"
         return None
 
-    def _code(
+    def _read_code(
         self, code: CodeType, home: dict[str, Any], modules: dict[str, ModuleType]
     ) -> str | None:
-        instructions = [i for i in self.ran.instructions(code) if i.opname not in SKIPPED]
+        instructions = [i for i in self.ran.list_instructions(code) if i.opname not in SKIPPED_OPS]
         importing = instructions if has_imports(code) else ()
-        imports = Imports(importing, home, libraries=not self.ran.seen)
+        imports = ImportReader(importing, home, libraries=not self.ran.seen)
         if imports.why is not None:
             return imports.why
         for name, module in imports.found:
             self.guards.watch_name(sys.modules, name, module)
         for inside, name in imports.taken:
             value = vars(inside).get(name)
-            if isinstance(value, ModuleType) or not is_library(inside.__name__):
+            if isinstance(value, ModuleType) or not is_library_module(inside.__name__):
                 self.guards.watch_name(vars(inside), name, value)
             elif not self._may_use(value, inside, name):
                 return f"uses {inside.__name__}.{name}"
         modules = {**modules, **imports.modules}
-        for way in ways(instructions, modules):
-            why = self._way(way, modules if way[0] in modules else home)
+        for way in find_dotted_names(instructions, modules):
+            why = self._check_dotted_name(way, modules if way[0] in modules else home)
             if why is not None:
                 return why
         return None
 
-    def _way(self, way: list[str], home: dict[str, Any]) -> str | None:
+    def _check_dotted_name(self, way: list[str], home: dict[str, Any]) -> str | None:
         """The reason if a dotted name may lead to something impure, None if it does not.
 
         ["", name] is an attribute of something unknown; other names begin with a global.
         """
         first = way[0]
         if not first:
-            return self._telling(way[1:])
+            return self._check_attributes(way[1:])
         if first not in home:
-            return None if self._is_builtin(first) else f"uses {first}"
+            return None if self._is_trusted_builtin(first) else f"uses {first}"
         value = home[first]
         for i, name in enumerate(way[1:], 1):
             if not isinstance(value, ModuleType):
-                if isinstance(value, type) and is_no_users(value):  # users may set attributes of it
+                if isinstance(value, type) and is_not_users(
+                    value
+                ):  # users may set attributes of it
                     self.guards.watch_class(value)
-                return self._telling(way[i:])
+                return self._check_attributes(way[i:])
             inside, value = value, getattr(value, name, None)
             if isinstance(value, ModuleType) and name in vars(inside):
                 self.guards.watch_name(vars(inside), name, value)
-            from_library = is_library(inside.__name__) and not isinstance(value, ModuleType)
+            from_library = is_library_module(inside.__name__) and not isinstance(value, ModuleType)
             if from_library and not self._may_use(value, inside, name):
                 return f"uses {'.'.join(way[: i + 1])}"
-        if isinstance(value, ModuleType) and not is_users(value):
+        if isinstance(value, ModuleType) and not is_users_module(value):
             return f"names the module {value.__name__}"
         return None
 
-    def _telling(self, names: Iterable[str]) -> str | None:
+    def _check_attributes(self, names: Iterable[str]) -> str | None:
         telling = pure_functions.TELLING - _WATCHED if self.ran.seen else pure_functions.TELLING
         return next((f"asks for .{name}" for name in names if name in telling), None)
 
-    def _is_builtin(self, name: str) -> bool:
+    def _is_trusted_builtin(self, name: str) -> bool:
         """True if a built-in function is trusted.
 
         Those that look up any name are trusted in observed calls: the recorder sees what they read.
@@ -231,22 +245,22 @@ class _Reading:
         """
         if isinstance(value, FunctionType) and not is_ours(value):
             return self._is_trusted(value) or self._is_idle(value)
-        if is_of_environment(value):
+        if is_environment(value):
             return True
         if isinstance(value, ModuleType):
             return self._is_certain_module(value)
-        what = type(value) if isinstance(value, TELLERS) else value
-        return _is_certain(value) or self._is_idle(what) or self._is_never_made(value)
+        what = type(value) if isinstance(value, LOGGING_CLASSES) else value
+        return _is_certain(value) or self._is_idle(what) or self._is_uninstantiated(value)
 
     def _is_certain_module(self, module: ModuleType) -> bool:
         """True for a user's module, and a held library module whose names in use are all safe.
 
         Each attribute name in the code that ran may be looked up in the module.
         """
-        if is_users(module) or module in self._modules:
+        if is_users_module(module) or module in self._modules:
             return True
         self._modules.add(module)
-        if not self.ran.seen or self._by_any or not is_library(module.__name__):
+        if not self.ran.seen or self._by_any or not is_library_module(module.__name__):
             return False
         for name in self._names - vars(module).keys():
             self.guards.watch_name(vars(module), name, UNSET)
@@ -259,62 +273,66 @@ class _Reading:
         )
 
     def _is_trusted(self, value: Any) -> bool:
-        if pure_functions.is_question(value):
+        if pure_functions.is_state_query(value):
             self.guards.watch_answer(value)
-        return pure_functions.is_trusted(value)
+        return pure_functions.is_trusted_value(value)
 
-    def _is_never_made(self, value: Any) -> bool:
+    def _is_uninstantiated(self, value: Any) -> bool:
         """True for a class of tensors whose methods did not run, as in an `isinstance` test."""
-        return isinstance(value, type) and issubclass(value, torch.Tensor) and self.ran.idle(value)
+        return (
+            isinstance(value, type)
+            and issubclass(value, torch.Tensor)
+            and self.ran.did_not_run(value)
+        )
 
     def _is_idle(self, value: Any) -> bool:
-        return self.ran.idle(value) and is_no_users(value)
+        return self.ran.did_not_run(value) and is_not_users(value)
 
 
-def _codes(
+def _walk_with_modules(
     code: CodeType, modules: dict[str, ModuleType]
 ) -> Iterator[tuple[CodeType, dict[str, ModuleType]]]:
     """Yield a function's code and that of nested functions, with the modules in the closure."""
-    rebound = {*code.co_cellvars, *rebound_of(code)}
+    rebound = {*code.co_cellvars, *find_rebound_names(code)}
     modules = {n: m for n, m in modules.items() if n not in rebound}
     yield code, modules
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant, modules)
+            yield from _walk_with_modules(constant, modules)
 
 
 def _is_certain(value: Any) -> bool:
     kind: Any = type(value)
-    if kind in CONTAINERS or kind in _WRAPPERS or kind in VIEWS:
+    if kind in CONTAINERS or kind in _WRAPPERS or kind in DICT_VIEWS:
         return True
-    if pure_functions.is_inert(value) or is_array(value):
+    if pure_functions.is_inert(value) or is_ndarray(value):
         return True
     if isinstance(value, (super, BaseException)):
         return False  # the guards do not look into them
     if value is ReferenceType:  # the class itself; its objects are judged by their referents
         return True
-    if isinstance(value, (FunctionType, Unwatched, CACHED, CellType, ContextVar)):
+    if isinstance(value, (FunctionType, UnguardedState, LRU_CACHE, CellType, ContextVar)):
         return True  # ours, or looked at by the guards
     if isinstance(value, torch.Tensor):
         return kind in PLAIN
     if isinstance(value, type):
-        if is_no_users(value):
-            return pure_functions.is_trusted(value)
-        bases = [b for b in (*kind.__mro__, *value.__mro__) if is_no_users(b)]
+        if is_not_users(value):
+            return pure_functions.is_trusted_value(value)
+        bases = [b for b in (*kind.__mro__, *value.__mro__) if is_not_users(b)]
         return all(b is type or pure_functions.is_trusted_base(b) for b in bases)
     if isinstance(value, BuiltinFunctionType):
-        return pure_functions.is_trusted(value) or type(value.__self__) in CONTAINERS
+        return pure_functions.is_trusted_value(value) or type(value.__self__) in CONTAINERS
     if isinstance(value, _METHODS):
         known = pure_functions.is_trusted_base(getattr(value, "__objclass__", object))
-        return known and value.__name__ not in BY_ANY_NAME | pure_functions.TELLING
+        return known and value.__name__ not in NAMES_OF_ANY_LOOKUP | pure_functions.TELLING
     if isinstance(value, ReferenceType):
         return type(value()) in PLAIN  # torch's recurrent layers have such references to weights
-    if pure_functions.is_trusted(value):
+    if pure_functions.is_trusted_value(value):
         return True
-    return pure_functions.is_trusted_base(kind) if is_no_users(kind) else True
+    return pure_functions.is_trusted_base(kind) if is_not_users(kind) else True
 
 
-def _named(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, ModuleType):
         return f"the module {value.__name__}"
     name = getattr(value, "__qualname__", None)

@@ -7,38 +7,38 @@ from keyword import iskeyword
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from forall._compat.devices import default_device, wait_until_made
+from forall._compat.devices import find_default_device, synchronize_devices
 from forall._compat.dispatch_state import (
+    disable_autocast,
     functions_off,
     is_autocast,
-    without_autocast,
     without_history,
 )
-from forall._jit.backends.fast_calls import binding
-from forall._jit.backends.torchscript import warmed
-from forall._jit.graph import Ref, refs
-from forall._jit.passes.tiling import in_blocks
+from forall._jit.backends.fast_calls import choose_call
+from forall._jit.backends.torchscript import switch_when_warm
+from forall._jit.graph import Ref, find_refs
+from forall._jit.passes.tiling import tile_pointwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from forall._jit.graph import Node, Program
+    from forall._jit.graph import OpNode, Program
 
 
-class Text:
+class SourceWriter:
     """The lines of a generated function, and the objects that they name."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names: dict[str, Any] = {
             "_below": without_history,
-            "_uncast": without_autocast,
+            "_uncast": disable_autocast,
             "_unseen": functions_off,
         }
         self.lines: list[str] = []
         self._known: dict[int, str] = {}
 
-    def name(self, thing: Any, hint: str) -> str:
+    def name_object(self, thing: Any, hint: str) -> str:
         """The name of an object in the source."""
         name = self._known.get(id(thing))
         if name is None:
@@ -48,36 +48,44 @@ class Text:
             self.names[name] = thing
         return name
 
-    def argument(self, a: Any) -> str:
+    def write_argument(self, a: Any) -> str:
         if type(a) is Ref:
             return f"v{a.n}"
         if type(a) is tuple or type(a) is list:
-            inside = ", ".join(map(self.argument, a))
+            inside = ", ".join(map(self.write_argument, a))
             if type(a) is tuple:
                 return f"({inside},)" if a else "()"
-            return f"[{inside}]" if next(refs(a), None) is not None else self.name(tuple(a), "k")
+            return (
+                f"[{inside}]"
+                if next(find_refs(a), None) is not None
+                else self.name_object(tuple(a), "k")
+            )
         if a is None or type(a) in (bool, int, str) or (type(a) is float and isfinite(a)):
             return repr(a)
-        return self.name(a, "k")
+        return self.name_object(a, "k")
 
-    def node(self, node: Node, last: Sequence[int]) -> None:
-        func, args, kwargs = binding(self.program, node)
-        given = [*map(self.argument, args)]
-        given += [self._keyword(k, a) for k, a in kwargs.items()]
+    def write_node(self, node: OpNode, last: Sequence[int]) -> None:
+        func, args, kwargs = choose_call(self.program, node)
+        given = [*map(self.write_argument, args)]
+        given += [self._write_keyword(k, a) for k, a in kwargs.items()]
         hint = getattr(func, "__name__", "")
-        call = f"{self.name(func, hint if _is_plain(hint) else 'op')}({', '.join(given)})"
-        target = _target(node.outs)
+        call = (
+            f"{self.name_object(func, hint if _is_plain_name(hint) else 'op')}({', '.join(given)})"
+        )
+        target = _write_target(node.outs)
         self.lines.append(f"{target} = {call}" if target else call)
         if last:
             self.lines.append("del " + ", ".join(f"v{n}" for n in last))
 
-    def _keyword(self, name: str, a: Any) -> str:
+    def _write_keyword(self, name: str, a: Any) -> str:
         """A keyword argument in source; a user's operator may have any text as its name."""
-        if _is_plain(name) and not iskeyword(name):
-            return f"{name}={self.argument(a)}"
-        return f"**{{{self.name(name, 'k')}: {self.argument(a)}}}"
+        if _is_plain_name(name) and not iskeyword(name):
+            return f"{name}={self.write_argument(a)}"
+        return f"**{{{self.name_object(name, 'k')}: {self.write_argument(a)}}}"
 
-    def function(self, given: Sequence[int], results: Sequence[str], within: str) -> Callable:
+    def compile_function(
+        self, given: Sequence[int], results: Sequence[str], within: str
+    ) -> Callable:
         """Compile the lines to a function; ``within`` is the block statement around them."""
         out = f"return ({', '.join(results)}{',' if results else ''})"
         body = "\n        ".join([*self.lines, out])
@@ -90,52 +98,52 @@ class Text:
         return run
 
 
-def _is_plain(name: Any) -> bool:
+def _is_plain_name(name: Any) -> bool:
     """True for an ASCII identifier; Python normalizes other identifiers in source."""
     return type(name) is str and name.isascii() and name.isidentifier()
 
 
-def _target(outs: Any) -> str:
+def _write_target(outs: Any) -> str:
     if outs is None:
         return ""
     if isinstance(outs, int):
         return f"v{outs}"
-    return "(" + "".join(f"{_target(o) or '_'}, " for o in outs) + ")"
+    return "(" + "".join(f"{_write_target(o) or '_'}, " for o in outs) + ")"
 
 
-def function(
-    program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
+def write_program(
+    program: Program, nodes: Sequence[OpNode], given: Sequence[int], results: Sequence[int]
 ) -> Callable:
     """Return a function of the values ``given`` that runs ``nodes`` and returns ``results``."""
-    nodes = in_blocks(program, nodes, results, partial(_within, program))
+    nodes = tile_pointwise(program, nodes, results, partial(_write_part, program))
     # Operators are recorded with their devices; a default device's mode would only cost time.
-    below = "_below()" if default_device() is None else "_below(), _unseen()"
+    below = "_below()" if find_default_device() is None else "_below(), _unseen()"
     if is_autocast():  # the recorded operators include the casts
-        with without_autocast():
-            return _function(program, nodes, given, results, f"{below}, _uncast()")
-    run = _function(program, nodes, given, results, below)
-    return warmed(run, program, nodes, given, results)
+        with disable_autocast():
+            return _write_function(program, nodes, given, results, f"{below}, _uncast()")
+    run = _write_function(program, nodes, given, results, below)
+    return switch_when_warm(run, program, nodes, given, results)
 
 
-def _within(
-    program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
+def _write_part(
+    program: Program, nodes: Sequence[OpNode], given: Sequence[int], results: Sequence[int]
 ) -> Callable:
     """Return a function of a part of a program, called from one that has set up the modes."""
-    return _function(program, nodes, given, results, None)
+    return _write_function(program, nodes, given, results, None)
 
 
-def _function(
+def _write_function(
     program: Program,
-    nodes: Sequence[Node],
+    nodes: Sequence[OpNode],
     given: Sequence[int],
     results: Sequence[int],
     below: str | None,
 ) -> Callable:
-    text = Text(program)
+    text = SourceWriter(program)
     there = {*given}
     made = [n for n in program.constants if n not in there]
-    wait_until_made(program.constants[n] for n in made)
-    changing = program.changing(nodes, results)
+    synchronize_devices(program.constants[n] for n in made)
+    changing = program.find_changing_constants(nodes, results)
     for n in made:
         if n in changing:
             text.names[f"c{n}"] = program.constants[n]
@@ -143,25 +151,25 @@ def _function(
         else:
             text.names[f"v{n}"] = program.constants[n]
     kept = {*results, *given, *made}
-    for node, last in zip(nodes, _last_reads(nodes, kept), strict=True):
-        text.node(node, last)
+    for node, last in zip(nodes, _find_last_reads(nodes, kept), strict=True):
+        text.write_node(node, last)
     within = "if True:" if below is None else f"with {below}:"
-    return text.function(given, [f"v{n}" for n in results], within)
+    return text.compile_function(given, [f"v{n}" for n in results], within)
 
 
-def in_the_open(program: Program, given: Sequence[int], cut: Collection[int]) -> Callable:
+def write_view_function(program: Program, given: Sequence[int], cut: Collection[int]) -> Callable:
     """Return a function from ``given`` to a program's outputs that autograd records.
 
     Outputs in ``cut`` are detached.
     """
-    text = Text(program)
+    text = SourceWriter(program)
     for node in program.nodes:
-        text.node(node, ())
+        text.write_node(node, ())
     results = [f"v{n}.detach()" if n in cut else f"v{n}" for n in program.outputs]
-    return text.function(given, results, "if True:")
+    return text.compile_function(given, results, "if True:")
 
 
-def _last_reads(nodes: Sequence[Node], kept: set[int]) -> list[list[int]]:
+def _find_last_reads(nodes: Sequence[OpNode], kept: set[int]) -> list[list[int]]:
     """For each operator, the values that no later operator reads."""
     seen = set(kept)
     found = []

@@ -12,41 +12,41 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.op_schema import facts
-from forall._compat.ts_interpreter import Line, Unwritten
+from forall._compat.op_schema import get_facts
+from forall._compat.ts_interpreter import CannotScript, ScriptBuilder
 from forall._core import config
-from forall._jit.graph import Piece, with_refs
+from forall._jit.graph import FusedNode, map_refs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from forall._jit.graph import Node, Program
+    from forall._jit.graph import OpNode, Program
 
 LENGTH = 12  # the fewest operators that pay for the call of the interpreter
 CALLS = 32  # runs by Python before the interpreter takes over
 
 
-def warmed(
+def switch_when_warm(
     run: Callable,
     program: Program,
-    nodes: Sequence[Node],
+    nodes: Sequence[OpNode],
     given: Sequence[int],
     results: Sequence[int],
 ) -> Callable:
     """Return a function like ``run`` that uses the interpreter once it was called often."""
     checked = config.now.replay == "check"
-    if (len(nodes) < LENGTH and not checked) or not _fits(program, nodes, given):
+    if (len(nodes) < LENGTH and not checked) or not _can_interpret(program, nodes, given):
         return run
     line: Callable | None = None
     left = 0 if checked else CALLS
 
-    def warm(*tensors: Any) -> tuple:
+    def run_or_switch(*tensors: Any) -> tuple:
         nonlocal line, left
         if line is None:
             left -= 1
             if left >= 0:
                 return run(*tensors)
-            line = _line(program, nodes, given, results) or run
+            line = _build_line(program, nodes, given, results) or run
         try:
             return line(*tensors)
         except Exception:  # noqa: BLE001 - Python raises the user's error, or succeeds
@@ -54,45 +54,46 @@ def warmed(
             line = run
             return made
 
-    return functools.update_wrapper(warm, run)
+    return functools.update_wrapper(run_or_switch, run)
 
 
-def _fits(program: Program, nodes: Sequence[Node], given: Sequence[int]) -> bool:
-    if not nodes or any(isinstance(node, Piece) for node in nodes):
+def _can_interpret(program: Program, nodes: Sequence[OpNode], given: Sequence[int]) -> bool:
+    if not nodes or any(isinstance(node, FusedNode) for node in nodes):
         return False
     roots = [v.root for v in program.values]
     outside = {roots[n] for n in given}
     return not any(
-        facts(node.op).seeded or any(roots[n] in outside for n in node.writes()) for node in nodes
+        get_facts(node.op).seeded or any(roots[n] in outside for n in node.writes())
+        for node in nodes
     )
 
 
-def _line(
-    program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
+def _build_line(
+    program: Program, nodes: Sequence[OpNode], given: Sequence[int], results: Sequence[int]
 ) -> Callable | None:
     try:
-        line = Line()
+        line = ScriptBuilder()
         env = {n: line.argument() for n in given}
         env.update({n: line.constant(t) for n, t in program.constants.items() if n not in env})
-        for n in program.changing(nodes, results) & env.keys() - {*given}:
+        for n in program.find_changing_constants(nodes, results) & env.keys() - {*given}:
             env[n] = line.call(torch.ops.aten.clone.default, [env[n]], {})[0]
         for node in nodes:
-            args, kwargs = (with_refs(a, lambda r: env[r.n]) for a in (node.args, node.kwargs))
-            _bind(line, node.outs, line.call(node.op, args, kwargs), env)
+            args, kwargs = (map_refs(a, lambda r: env[r.n]) for a in (node.args, node.kwargs))
+            _bind_results(line, node.outs, line.call(node.op, args, kwargs), env)
         return line.function([env[n] for n in results])
-    except (Unwritten, RuntimeError, TypeError, AttributeError, KeyError):
+    except (CannotScript, RuntimeError, TypeError, AttributeError, KeyError):
         return None  # this version of torch has no such interpreter, or another one
 
 
-def _bind(line: Line, outs: Any, made: list, env: dict[int, Any]) -> None:
+def _bind_results(line: ScriptBuilder, outs: Any, made: list, env: dict[int, Any]) -> None:
     """Enter the results of an operator in ``env``; ``made`` has one entry per returned value."""
     if isinstance(outs, int):
         (env[outs],) = made
     elif isinstance(outs, (list, tuple)):
         if len(made) == 1:  # a list
-            made = line.unpacked(made[0], len(outs))
+            made = line.unpack_list(made[0], len(outs))
         for o, m in zip(outs, made, strict=True):
             if isinstance(o, (list, tuple)):
-                _bind(line, o, [m], env)
+                _bind_results(line, o, [m], env)
             elif o is not None:
                 env[o] = m

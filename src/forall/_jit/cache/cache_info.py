@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat import pytree
-from forall._compat.devices import default_device
+from forall._compat.devices import find_default_device
 from forall._compat.dispatch_state import is_autocast
-from forall._core.errors import columns, short
-from forall._jit.cache.differentiable_entry import Differentiated
+from forall._core.errors import format_columns, format_short
+from forall._jit.cache.differentiable_entry import DifferentiableEntry
 from forall._jit.graph import Ref
-from forall._jit.static_args import unboxed
+from forall._jit.static_args import unbox_static
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from forall._jit.cache.entry import Recorded
-    from forall._jit.graph import Node, Program
+    from forall._jit.cache.entry import CacheEntry
+    from forall._jit.graph import OpNode, Program
 
 _SHOWN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -48,94 +48,97 @@ class Kind(NamedTuple):
         return self.text
 
 
-def listed(name: str, recorded: Recorded) -> Kind:
+def describe_entry(name: str, recorded: CacheEntry) -> Kind:
     """The `Kind` of a recorded call, with its program as readable text."""
     count, times = len(recorded.program.nodes), recorded.times
     head = f"{name}({recorded.arguments}): {count} operator{'' if count == 1 else 's'}"
     again = f", recorded {times} times" if times > 1 else ""
-    text = f"{head}{again}\n{columns(_rows(recorded))}"
+    text = f"{head}{again}\n{format_columns(_make_rows(recorded))}"
     return Kind(recorded.arguments, count, times, None, text)
 
 
-def unlisted(name: str, arguments: str, why: str) -> Kind:
+def describe_eager_kind(name: str, arguments: str, why: str) -> Kind:
     """The `Kind` of a call that is not recorded."""
     return Kind(arguments, 0, 0, why, f"{name}({arguments}): not recorded: {why}")
 
 
-def words(args: tuple, kwargs: dict[str, Any]) -> str:
+def describe_arguments(args: tuple, kwargs: dict[str, Any]) -> str:
     """Text for the arguments of a call and the state of torch, as far as they tell kinds apart."""
-    given = [*map(_word, args), *(f"{k}={_word(a)}" for k, a in kwargs.items())]
+    given = [
+        *map(_describe_argument, args),
+        *(f"{k}={_describe_argument(a)}" for k, a in kwargs.items()),
+    ]
     state = {
         "no_grad": not torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
         "inference_mode": torch.is_inference_mode_enabled(),
         "autocast": is_autocast(),
     }
-    device = default_device()
+    device = find_default_device()
     state[f"default device {device}"] = device is not None
     under = " and ".join(name for name, on in state.items() if on)
     return ", ".join(given) + (f"; under {under}" if under else "")
 
 
-def _word(a: Any) -> str:
-    a = unboxed(a)
+def _describe_argument(a: Any) -> str:
+    a = unbox_static(a)
     if isinstance(a, torch.Tensor):
         if a.is_nested:  # it has no shape to show
             return "nested"
         strides = "" if a.layout is not torch.strided or a.is_contiguous() else f" by {a.stride()}"
-        return f"{short(a)}{strides}{' requires_grad' if a.requires_grad else ''}"
+        return f"{format_short(a)}{strides}{' requires_grad' if a.requires_grad else ''}"
     if isinstance(a, _SHOWN):
-        return short(a)
-    inside = pytree.leaves(a)
+        return format_short(a)
+    inside = pytree.get_leaves(a)
     if len(inside) == 1 and inside[0] is a:
         return type(a).__name__  # the object's own repr may be long, or may fail
-    return f"{type(a).__name__}({', '.join(map(_word, inside))})"
+    return f"{type(a).__name__}({', '.join(map(_describe_argument, inside))})"
 
 
-def _rows(recorded: Recorded) -> list[tuple[str, ...]]:
+def _make_rows(recorded: CacheEntry) -> list[tuple[str, ...]]:
     program = recorded.program
-    two = isinstance(recorded, Differentiated)
+    two = isinstance(recorded, DifferentiableEntry)
     first, last = recorded.halves if two else (program.nodes, [])
     rows = [
-        *_given(program, program.inputs, "argument"),
-        *_given(program, program.captured, "captured, read anew"),
-        *_given(program, program.constants, "constant"),
-        *(_row(program, node) for node in first),
-        (f"return {_names(program.outputs)}",),
+        *_make_value_rows(program, program.inputs, "argument"),
+        *_make_value_rows(program, program.captured, "captured, read anew"),
+        *_make_value_rows(program, program.constants, "constant"),
+        *(_make_node_row(program, node) for node in first),
+        (f"return {_format_names(program.outputs)}",),
     ]
     if two:
         rows += [
-            *_given(program, recorded.back.cotangents, "cotangent of the backward pass"),
-            *(_row(program, node) for node in last),
-            (f"return {_names(n for n in recorded.back.gradients if n is not None)}",),
+            *_make_value_rows(program, recorded.back.cotangents, "cotangent of the backward pass"),
+            *(_make_node_row(program, node) for node in last),
+            (f"return {_format_names(n for n in recorded.back.gradients if n is not None)}",),
         ]
     return [row if len(row) == 2 else (*row, "") for row in rows]
 
 
-def _given(program: Program, numbers: Iterable[int], what: str) -> list[tuple[str, ...]]:
-    return [(f"v{n}: {what}", _layout(program, n)) for n in numbers]
+def _make_value_rows(program: Program, numbers: Iterable[int], what: str) -> list[tuple[str, ...]]:
+    return [(f"v{n}: {what}", _format_layout(program, n)) for n in numbers]
 
 
-def _row(program: Program, node: Node) -> tuple[str, ...]:
-    given = [_argument(a) for a in node.args]
-    given += [f"{k}={_argument(a)}" for k, a in node.kwargs.items()]
+def _make_node_row(program: Program, node: OpNode) -> tuple[str, ...]:
+    given = [_format_argument(a) for a in node.args]
+    given += [f"{k}={_format_argument(a)}" for k, a in node.kwargs.items()]
     made = [*node.makes()]
     call = f"{str(node.op).removeprefix('aten.')}({', '.join(given)})"
-    layouts = ", ".join(_layout(program, n) for n in made)
-    return (f"{_names(made)} = {call}" if made else call), layouts
+    layouts = ", ".join(_format_layout(program, n) for n in made)
+    return (f"{_format_names(made)} = {call}" if made else call), layouts
 
 
-def _argument(a: Any) -> str:
+def _format_argument(a: Any) -> str:
     if type(a) is Ref or type(a) in (bool, int, float, str, type(None)):
         return repr(a)
     if isinstance(a, (list, tuple)):
-        return f"[{', '.join(map(_argument, a))}]"
+        return f"[{', '.join(map(_format_argument, a))}]"
     return str(a).removeprefix("torch.")
 
 
-def _names(numbers: Iterable[int]) -> str:
+def _format_names(numbers: Iterable[int]) -> str:
     return ", ".join(f"v{n}" for n in numbers)
 
 
-def _layout(program: Program, n: int) -> str:
+def _format_layout(program: Program, n: int) -> str:
     layout = program.values[n].layout
     return f"{str(layout.dtype).removeprefix('torch.')}{[*layout.shape]}"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from forall._compat import rng_state
-from forall._compat.ambient_settings import under_settings
-from forall._compat.autograd_graph import Gate
+from forall._compat.ambient_settings import apply_settings
+from forall._compat.autograd_graph import GradientGate
 from forall._compat.dispatch_state import (
     functions_on,
     in_torch_func,
@@ -35,46 +35,48 @@ class Repeatable(Protocol):
     again: Any
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A recorded call, to be recomputed eagerly with its inputs and its random draws."""
 
     recorded: Repeatable
     drawn: Any  # the states of the generators before the call
     unchanged: bool  # False if a tensor that the call read was written into since
 
-    def pulled(
+    def pull_back_eagerly(
         self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Pull cotangents back to the tensors that want a gradient."""
-        graph, gate = torch.is_grad_enabled(), Gate()
-        ends, stops = self._made(tensors, gate.through if graph else _alone)
+        graph, gate = torch.is_grad_enabled(), GradientGate()
+        ends, stops = self._rerun_function(tensors, gate.lead_through if graph else _make_leaf)
         with gate:
-            return _along(ends, cotangents, stops, graph=graph)
+            return _pull_ends_back(ends, cotangents, stops, graph=graph)
 
-    def twice(
+    def pull_back_twice(
         self,
         tensors: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
         slopes: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """The second derivative: ``slopes`` pulled back to the cotangents and to the tensors."""
-        graph, gate = torch.is_grad_enabled(), Gate()
-        through = gate.through if graph else _alone
-        given = [through(c) if _moves(c) else c for c in cotangents]
-        ends, stops = self._made(tensors, through)
+        graph, gate = torch.is_grad_enabled(), GradientGate()
+        through = gate.lead_through if graph else _make_leaf
+        given = [through(c) if _needs_grad(c) else c for c in cotangents]
+        ends, stops = self._rerun_function(tensors, through)
         with gate:
-            first = _along(ends, given, stops, graph=True)
-            found = iter(_along(first, slopes, [*filter(_moves, given), *stops], graph=graph))
-        in_cotangents = [next(found) if _moves(c) else None for c in given]
+            first = _pull_ends_back(ends, given, stops, graph=True)
+            found = iter(
+                _pull_ends_back(first, slopes, [*filter(_needs_grad, given), *stops], graph=graph)
+            )
+        in_cotangents = [next(found) if _needs_grad(c) else None for c in given]
         in_wanted = dict(zip(self.recorded.back.wanted, found, strict=True))
         return [*in_cotangents, *map(in_wanted.get, self.recorded.given)]
 
-    def _made(
+    def _rerun_function(
         self, tensors: Sequence[Tensor], through: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the function; return its differentiable results, and what wants a gradient."""
         recorded, drawn = self.recorded, None
-        with under_settings(recorded.settings):  # the guards may compare them
+        with apply_settings(recorded.settings):  # the guards may compare them
             unchanged = self.unchanged and recorded.guards.hold()
         if not unchanged:
             raise RuntimeError(
@@ -84,24 +86,24 @@ class Call(NamedTuple):
                 "forall.config.replay = False, and not by forall.jit."
             )
         if self.drawn is not None:
-            drawn = rng_state.states(tensors)
-            rng_state.restore(self.drawn)
+            drawn = rng_state.save_states(tensors)
+            rng_state.restore_states(self.drawn)
         try:  # the call was outside the torch.func transform that may take the derivative now
             with outside_torch_func() if in_torch_func() else nullcontext():
                 inputs, results = recorded.again(recorded, tensors, through)
         finally:
             if drawn is not None:
-                rng_state.restore(drawn)
+                rng_state.restore_states(drawn)
         wanted = [*inputs, *tensors[len(inputs) :]]
         stops = [wanted[recorded.given.index(n)] for n in recorded.back.wanted]
         return [results[i] for i in recorded.back.moved], stops
 
 
-def _moves(t: Tensor | None) -> bool:
+def _needs_grad(t: Tensor | None) -> bool:
     return t is not None and t.requires_grad
 
 
-def _along(
+def _pull_ends_back(
     ends: Sequence[Tensor | None],
     cotangents: Sequence[Tensor | None],
     stops: Sequence[Tensor],
@@ -122,7 +124,7 @@ def _along(
     )
 
 
-def stood_in(
+def rerun_on_leaves(
     again: Callable, recorded: Repeatable, tensors: Sequence[Tensor], through: Callable
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return new leaves in place of the inputs, and the results of the function on these.
@@ -137,9 +139,9 @@ def stood_in(
         if id(t) in cut and vars(t):  # attributes of the user's
             vars(cut[id(t)]).update(vars(t))
     inputs = [cut.get(id(t), t) for t in given]
-    with functions_on(), under_settings(recorded.settings):
+    with functions_on(), apply_settings(recorded.settings):
         return inputs, again(inputs)
 
 
-def _alone(t: Tensor) -> Tensor:
+def _make_leaf(t: Tensor) -> Tensor:
     return t.detach().requires_grad_()

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat import pytree, rng_state
-from forall._compat.op_schema import facts
-from forall._compat.storage import has_memory, storage_of
-from forall._jit.backends.python_source import function
-from forall._jit.cache.call_key import FREE, like
-from forall._jit.guards.codegen import Tests
-from forall._jit.tracing.tracer import ASSERTED
+from forall._compat.op_schema import get_facts
+from forall._compat.storage import get_storage_id, has_memory
+from forall._jit.backends.python_source import write_program
+from forall._jit.cache.call_key import FREE_TESTS, make_fast_tests
+from forall._jit.guards.codegen import GuardTests
+from forall._jit.tracing.tracer import ASSERT_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ _FEW = 4  # the most tensors that are tested one by one
 _CALL = "outline, leaves, tensors, nodes=()"
 
 
-def _never(*_: Any) -> bool:
+def _is_never(*_: Any) -> bool:
     return False
 
 
-class Recorded:
+class CacheEntry:
     """A cache entry: a program, and the tests that tell whether it serves a call."""
 
     arguments = ""  # of the recorded call, as text
@@ -48,9 +48,9 @@ class Recorded:
         self,
         program: Program,
         guards: Guards,
-        results: Results,
-        met: Met,
-        write: Callable = function,
+        results: ResultTree,
+        met: ArgumentOverlaps,
+        write: Callable = write_program,
     ) -> None:
         self.program = program
         self.write = write  # makes a function of operators
@@ -58,14 +58,14 @@ class Recorded:
         self.results = results
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
-        self.asks = any(node.op in ASSERTED for node in program.nodes)
+        self.asks = any(node.op in ASSERT_OPS for node in program.nodes)
         # Where an operator fails for a call's data, the function is run to raise its own error.
         raises = any(map(program.may_raise, program.nodes)) and not self.writes_outside()
         self.may_fail = self.asks or raises
         self.failed = False  # True once a recorded answer was another one
-        self.draws = any(facts(node.op).seeded for node in program.nodes)
-        self.run = self._compiled()
-        self._is_one = results.is_one()
+        self.draws = any(get_facts(node.op).seeded for node in program.nodes)
+        self.run = self._compile_program()
+        self._is_one = results.is_single_tensor()
         # An argument that shares memory with a captured tensor: a write into one is seen in the
         # other. So later calls have to share memory in the same way.
         self._known = [*guards.tensors.values()]
@@ -74,9 +74,9 @@ class Recorded:
         # Arguments that the function also reaches by other ways: code may compare them by `is`.
         self._reached, self._ones = met.reached, met.ones
         self._is_plain = not (self.asks or self._meet or self._ones)
-        self._like = self._glance = _never
+        self._like = self._glance = _is_never
 
-    def serves(
+    def serves_at_a_glance(
         self,
         outline: Any,
         leaves: Sequence[Any],
@@ -92,7 +92,7 @@ class Recorded:
             or (self._like(outline, leaves, tensors, nodes) and self.guards.hold())
         ) and (self._is_plain or self.is_current(tensors, nodes))
 
-    def served(
+    def make_fast_test(
         self,
         outline: Any,
         leaves: Sequence[Any],
@@ -100,16 +100,19 @@ class Recorded:
         nodes: Sequence[Any] = (),
     ) -> None:
         """Generate the fast test from a call that this entry serves."""
-        if self._like is _never and (tests := like(outline, leaves, tensors)) is not None:
-            tests = FREE + tests if type(outline) is int else tests
-            tests += self._is_apart(tensors, nodes)
-            self._like = tests.written_out(_CALL)
-            self._glance = (tests + self.guards.at_once()).written_out(_CALL)
+        if (
+            self._like is _is_never
+            and (tests := make_fast_tests(outline, leaves, tensors)) is not None
+        ):
+            tests = FREE_TESTS + tests if type(outline) is int else tests
+            tests += self._make_overlap_tests(tensors, nodes)
+            self._like = tests.compile_tests(_CALL)
+            self._glance = (tests + self.guards.get_fast_tests()).compile_tests(_CALL)
 
-    def _is_apart(self, tensors: Sequence[Tensor], nodes: Sequence[Any]) -> Tests:
+    def _make_overlap_tests(self, tensors: Sequence[Tensor], nodes: Sequence[Any]) -> GuardTests:
         """Tests that no argument is an object that the function reaches by another way."""
         if self._ones or not self._reached:
-            return Tests([], {})
+            return GuardTests([], {})
         tests: list[str] = []
         for room, things in (("nodes", nodes), ("tensors", tensors if self._known else ())):
             if len(things) <= _FEW:
@@ -117,9 +120,9 @@ class Recorded:
             else:
                 tests.append(f"apart(map(id, {room}))")
         given = {"apart": self._reached.isdisjoint, "reached": self._reached, "map": map, "id": id}
-        return Tests(tests, given)
+        return GuardTests(tests, given)
 
-    def stands(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
+    def serves_call(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         """True if the entry serves a call with these arguments, which have its key."""
         return self.is_current(tensors, nodes) and self.guards.hold()
 
@@ -127,41 +130,41 @@ class Recorded:
         """True if the entry serves such a call, provided that the guards hold."""
         return (
             not self.failed
-            and (not self._meet or meetings(tensors, self._known) == self._met)
-            and found_again(tensors, nodes, self._reached) == self._ones
+            and (not self._meet or find_shared_memory(tensors, self._known) == self._met)
+            and find_reached_arguments(tensors, nodes, self._reached) == self._ones
         )
 
     def writes_outside(self) -> bool:
         roots = [v.root for v in self.program.values]
-        return not self.program.written().isdisjoint(roots[n] for n in self.given)
+        return not self.program.find_written_roots().isdisjoint(roots[n] for n in self.given)
 
-    def _compiled(self) -> Callable:
+    def _compile_program(self) -> Callable:
         return self.write(self.program, self.program.nodes, self.given, self.program.outputs)
 
-    def attempt(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+    def try_replay(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Run the program; return the result and the generators' states before.
 
         Where the program fails, the result is `MISSED`, and the states are restored.
         """
-        drawn = rng_state.states([*tensors, *self.guards.generators]) if self.draws else None
+        drawn = rng_state.save_states([*tensors, *self.guards.generators]) if self.draws else None
         try:
             return self(tensors), drawn
         except Exception:  # noqa: BLE001 - the function itself raises the user's error
             if drawn is not None:
-                rng_state.restore(drawn)
-            self.has_failed()
+                rng_state.restore_states(drawn)
+            self.note_failure()
             return MISSED, drawn
 
-    def has_failed(self) -> None:
+    def note_failure(self) -> None:
         """Note that the program failed on a call's data, so that the function has to run."""
         self.failed = self.asks
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outs = self.run(*tensors, *self.captured)
-        return outs[0] if self._is_one else self.results.tree(outs)
+        return outs[0] if self._is_one else self.results.build_tree(outs)
 
 
-class Met(NamedTuple):
+class ArgumentOverlaps(NamedTuple):
     """The overlaps of a recorded call's arguments with what the function reaches."""
 
     meetings: Meetings
@@ -169,13 +172,15 @@ class Met(NamedTuple):
     ones: Ones
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], nodes: Sequence[Any], guards: Guards) -> Met:
-        reached = guards.identities()
-        found = meetings(tensors, [*guards.tensors.values()])
-        return cls(found, reached, found_again(tensors, nodes, reached))
+    def find_overlaps(
+        cls, tensors: Sequence[Tensor], nodes: Sequence[Any], guards: Guards
+    ) -> ArgumentOverlaps:
+        reached = guards.collect_ids()
+        found = find_shared_memory(tensors, [*guards.tensors.values()])
+        return cls(found, reached, find_reached_arguments(tensors, nodes, reached))
 
 
-def found_again(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -> Ones:
+def find_reached_arguments(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -> Ones:
     """The tensors and containers of a call that the function reaches, by position and id."""
     if reached.isdisjoint(map(id, tensors)) and reached.isdisjoint(map(id, nodes)):
         return []
@@ -183,19 +188,21 @@ def found_again(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -
     return [(i, x) for i, x in enumerate(given) if x in reached]
 
 
-def meetings(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> Meetings:
+def find_shared_memory(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> Meetings:
     """Groups of tensors that share memory with a captured tensor, with their storage offsets."""
     rooms: dict[int, list[tuple[int, int]]] = {}
     for i, t in enumerate((*tensors, *known)):
-        rooms.setdefault(_memory(t), []).append((i, t.storage_offset() if has_memory(t) else 0))
+        rooms.setdefault(_get_memory_id(t), []).append(
+            (i, t.storage_offset() if has_memory(t) else 0)
+        )
     return [room for room in rooms.values() if len(room) > 1 and room[-1][0] >= len(tensors)]
 
 
-def _memory(t: Tensor) -> int:
-    return storage_of(t) if has_memory(t) else id(t)
+def _get_memory_id(t: Tensor) -> int:
+    return get_storage_id(t) if has_memory(t) else id(t)
 
 
-class Results(NamedTuple):
+class ResultTree(NamedTuple):
     """The tree of a call's result; its leaves are positions of tensors, or constants."""
 
     leaves: list
@@ -203,20 +210,22 @@ class Results(NamedTuple):
     has_contexts: bool  # True if the tree has containers that each call makes anew
 
     @classmethod
-    def of(cls, leaves: list, spec: Any) -> Results:
+    def from_leaves(cls, leaves: list, spec: Any) -> ResultTree:
         count = iter(range(len(leaves)))
-        places = [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
-        own = pytree.fresh(spec)  # the user may change their own
+        places = [_ResultIndex(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
+        own = pytree.copy_contexts(spec)  # the user may change their own
         return cls(places, own, own is not spec)
 
-    def is_one(self) -> bool:
+    def is_single_tensor(self) -> bool:
         """True if the result is a single tensor."""
-        return self.spec.type is None and type(self.leaves[0]) is _Place
+        return self.spec.type is None and type(self.leaves[0]) is _ResultIndex
 
-    def tree(self, tensors: Sequence[Tensor]) -> Any:
-        leaves = [tensors[x] if type(x) is _Place else x for x in self.leaves]
-        return pytree.unflatten(leaves, pytree.fresh(self.spec) if self.has_contexts else self.spec)
+    def build_tree(self, tensors: Sequence[Tensor]) -> Any:
+        leaves = [tensors[x] if type(x) is _ResultIndex else x for x in self.leaves]
+        return pytree.unflatten(
+            leaves, pytree.copy_contexts(self.spec) if self.has_contexts else self.spec
+        )
 
 
-class _Place(int):
+class _ResultIndex(int):
     """The position of a tensor among a program's results."""

@@ -16,21 +16,21 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forall._compat import pure_functions
-from forall._core.code_table import codes_of
-from forall._core.python_state import in_constant, is_no_users
+from forall._core.code_table import walk_codes
+from forall._core.python_state import find_names_in_constant, is_not_users
 
 if TYPE_CHECKING:
     import dis
     from collections.abc import Iterable, Iterator
 
-    from forall._jit.tracing.coverage import Everything
+    from forall._jit.tracing.coverage import FullCoverage
 
 # Methods of a class that torch calls, though no user code names them.
-BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
+NAMES_TORCH_CALLS = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
 # Methods that Python calls, with no influence on a function's result.
-_ASIDE = frozenset({"__hash__", "__reduce__", "__reduce_ex__", "__getstate__"})
+_NAMES_WITHOUT_INFLUENCE = frozenset({"__hash__", "__reduce__", "__reduce_ex__", "__getstate__"})
 # By these names, and by these built-in functions, code may find an attribute of any name.
-BY_ANY_NAME = frozenset(
+NAMES_OF_ANY_LOOKUP = frozenset(
     {"__getattribute__", "__dict__", "__dir__", "__mro__", "mro", "format", "format_map"}
     | {"__reduce__", "__reduce_ex__", "__getstate__"}
 )
@@ -40,119 +40,121 @@ _BUILT_IN = frozenset(
 _EVALUATING = frozenset({"eval", "exec"})
 _WORD = re.compile(r"[^\W\d]\w*")
 # By these too, except where the attribute's name is a constant text in the code.
-BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
-GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
-SKIPPED = frozenset(
+NAMES_OF_TEXT_LOOKUP = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+LOAD_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+SKIPPED_OPS = frozenset(
     {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
 )
-_ONE = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST", *GLOBALS})
+_LOAD_ONE_OPS = frozenset(
+    {"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST", *LOAD_GLOBAL_OPS}
+)
 _MODULES_BY_ANY_NAME = frozenset({"builtins", "numpy"})
 # Methods that make an object of a class; code that holds the class, or an object's, may call them.
 _MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
 _CLASS = frozenset({"type", "__class__"})
 
 
-class Names:
+class AttributeNames:
     """The names that a call's code can look up, and the values that wait under other names.
 
     Most methods yield values that need not wait any longer, for the guards to visit.
     """
 
-    def __init__(self, ran: Everything) -> None:
+    def __init__(self, ran: FullCoverage) -> None:
         self._ran = ran
         self.any = False  # True once code can look up any name
-        self._met = {*BY_TORCH}
+        self._met = {*NAMES_TORCH_CALLS}
         self._written: set[str] = set()
         self._waiting: dict[str, list[Any]] = {}
 
-    def in_class(self, kind: type) -> Iterator[Any]:
+    def release_in_class(self, kind: type) -> Iterator[Any]:
         """Yield a user's class's values that code can look up now; its other methods wait."""
         for base in kind.__mro__:
-            if is_no_users(base) and base is not object:  # a library's base calls its own methods
-                yield from self._meet(vars(base))
-        yield from self._meet(in_constant(vars(kind).get("__match_args__")))
+            if is_not_users(base) and base is not object:  # a library's base calls its own methods
+                yield from self._release_names(vars(base))
+        yield from self._release_names(find_names_in_constant(vars(kind).get("__match_args__")))
         for name, value in vars(kind).items():
             if not _is_method(value):
                 yield value
             else:
-                yield from self._found(name, value)
+                yield from self._release_or_wait(name, value)
 
-    def makers(self, kind: type) -> Iterator[Any]:
+    def list_makers(self, kind: type) -> Iterator[Any]:
         """Yield the methods that make an object of a class."""
         for base in kind.__mro__:
-            if not is_no_users(base):
+            if not is_not_users(base):
                 yield from (vars(base)[name] for name in _MAKERS & vars(base).keys())
 
-    def in_object(self, state: dict[str, Any]) -> Iterator[Any]:
+    def release_in_object(self, state: dict[str, Any]) -> Iterator[Any]:
         """Yield an object's attributes that code can look up now; its other attributes wait."""
         for name, value in state.items():
-            yield from self._found(name, value)
+            yield from self._release_or_wait(name, value)
 
-    def asks(self, name: str) -> bool:
+    def contains_name(self, name: str) -> bool:
         """True if code that a call can run contains this name."""
         return name in self._written
 
-    def asked(self, state: dict[str, Any]) -> tuple[list[str], frozenset[str]]:
+    def match_names(self, state: dict[str, Any]) -> tuple[list[str], frozenset[str]]:
         """The attributes of an object that code can look up, and the names that it lacks."""
-        return [n for n in state if self._is_met(n)], frozenset(self._met - state.keys())
+        return [n for n in state if self._is_released(n)], frozenset(self._met - state.keys())
 
-    def in_code(self, func: FunctionType) -> Iterator[Any]:
+    def release_for_code(self, func: FunctionType) -> Iterator[Any]:
         """Add the names in a function's code; yield the values that waited for them."""
-        names = self._ran.written(func.__code__)
+        names = self._ran.list_written_names(func.__code__)
         if not names.isdisjoint(_EVALUATING):
-            texts = [c for code in codes_of(func.__code__) for c in code.co_consts]
+            texts = [c for code in walk_codes(func.__code__) for c in code.co_consts]
             names = names.union(*(_WORD.findall(text) for text in texts if isinstance(text, str)))
-        if not self.any and self._finds_any(func, names):
-            yield from self._all()
+        if not self.any and self._may_look_up_any(func, names):
+            yield from self._release_all()
         self._written |= names
-        yield from self._meet(names)
+        yield from self._release_names(names)
         if not names.isdisjoint(_CLASS):
-            yield from self.by_class()
+            yield from self.release_makers()
 
-    def _finds_any(self, func: FunctionType, names: frozenset[str]) -> bool:
-        if any(_finds_any(name, func.__globals__) for name in names):
+    def _may_look_up_any(self, func: FunctionType, names: frozenset[str]) -> bool:
+        if any(_is_any_lookup(name, func.__globals__) for name in names):
             return True
-        codes = () if names.isdisjoint(BY_TEXT) else codes_of(func.__code__)
-        return any(asked_by_text(self._ran.instructions(code))[1] for code in codes)
+        codes = () if names.isdisjoint(NAMES_OF_TEXT_LOOKUP) else walk_codes(func.__code__)
+        return any(find_text_lookups(self._ran.list_instructions(code))[1] for code in codes)
 
-    def by(self, value: Any) -> Iterator[Any]:
+    def release_for_value(self, value: Any) -> Iterator[Any]:
         """Yield all waiting values if an object, of a library for example, may look up any name."""
         if isinstance(value, ModuleType):
             certain = value.__name__.partition(".")[0] not in _MODULES_BY_ANY_NAME
         else:
             # The code of what is not written in Python cannot be read.
-            read = not isinstance(value, BuiltinFunctionType) and not is_no_users(value)
+            read = not isinstance(value, BuiltinFunctionType) and not is_not_users(value)
             certain = read or (
-                pure_functions.is_trusted(value)
+                pure_functions.is_trusted_value(value)
                 and not (isinstance(value, BuiltinFunctionType) and value in pure_functions.READERS)
             )
             if isinstance(value, FunctionType) and value.__module__ == "dataclasses":
                 certain = False  # asdict, replace: all fields
         if not certain:
-            yield from self._all()
+            yield from self._release_all()
 
-    def by_class(self) -> Iterator[Any]:
+    def release_makers(self) -> Iterator[Any]:
         """Yield the waiting methods that make an object: code asks an object for its class."""
-        yield from self._meet(_MAKERS)
+        yield from self._release_names(_MAKERS)
 
-    def _all(self) -> Iterator[Any]:
+    def _release_all(self) -> Iterator[Any]:
         self.any = True
-        yield from self._meet([*self._waiting.keys() - _ASIDE])
+        yield from self._release_names([*self._waiting.keys() - _NAMES_WITHOUT_INFLUENCE])
 
-    def _meet(self, names: Iterable[str]) -> Iterator[Any]:
+    def _release_names(self, names: Iterable[str]) -> Iterator[Any]:
         self._met.update(names)
         for name in self._waiting.keys() & names:
             yield from self._waiting.pop(name)
 
-    def _found(self, name: str, value: Any) -> Iterator[Any]:
-        if self._is_met(name):
+    def _release_or_wait(self, name: str, value: Any) -> Iterator[Any]:
+        if self._is_released(name):
             yield value
         else:
             self._waiting.setdefault(name, []).append(value)
 
-    def _is_met(self, name: str) -> bool:
+    def _is_released(self, name: str) -> bool:
         unasked = self.any or (name.startswith("__") and name not in _MAKERS)
-        return name in self._met or (unasked and name not in _ASIDE)
+        return name in self._met or (unasked and name not in _NAMES_WITHOUT_INFLUENCE)
 
 
 def _is_method(value: Any) -> bool:
@@ -161,34 +163,34 @@ def _is_method(value: Any) -> bool:
     return isinstance(getattr(value, "__func__", value), FunctionType)
 
 
-def _finds_any(name: str, names: dict[str, Any]) -> bool:
-    return name in BY_ANY_NAME or (name in _BUILT_IN and name not in names)
+def _is_any_lookup(name: str, names: dict[str, Any]) -> bool:
+    return name in NAMES_OF_ANY_LOOKUP or (name in _BUILT_IN and name not in names)
 
 
-def asked_by_text(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bool]:
+def find_text_lookups(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bool]:
     """The constant names that code passes to `getattr` and the like, and if it may pass others.
 
     The name is certain in a call such as ``getattr(x.y, "z", None)``: with a variable, a global or
     an attribute of these, a constant text, and perhaps one default.
     """
-    left = [i for i in instructions if i.opname not in SKIPPED]
+    left = [i for i in instructions if i.opname not in SKIPPED_OPS]
     found, others = set(), False
     for n, i in enumerate(left, 1):
-        if i.opname in GLOBALS and i.argval in BY_TEXT:
-            text = _text(left[n : n + 1], dropwhile(_is_attribute, left[n + 1 :]))
+        if i.opname in LOAD_GLOBAL_OPS and i.argval in NAMES_OF_TEXT_LOOKUP:
+            text = _find_text_argument(left[n : n + 1], dropwhile(_is_attribute, left[n + 1 :]))
             others = others or text is None
             found.add(text)
-        elif i.opname in GLOBALS and i.argval in _BUILT_IN:
+        elif i.opname in LOAD_GLOBAL_OPS and i.argval in _BUILT_IN:
             others = True
     return found - {None}, others
 
 
-def _text(of: list[dis.Instruction], rest: Iterator[dis.Instruction]) -> str | None:
+def _find_text_argument(of: list[dis.Instruction], rest: Iterator[dis.Instruction]) -> str | None:
     """The constant text that is the second argument of a call, None where it is not certain."""
     text, *ends = [*islice(rest, 3), None, None, None][:3]
-    fallback = ends[0] is not None and ends[0].opname in _ONE
+    fallback = ends[0] is not None and ends[0].opname in _LOAD_ONE_OPS
     call = ends[fallback]
-    if not of or of[0].opname not in _ONE or text is None or call is None:
+    if not of or of[0].opname not in _LOAD_ONE_OPS or text is None or call is None:
         return None
     fits = text.opname == "LOAD_CONST" and call.opname == "CALL" and call.arg == 2 + fallback
     return text.argval if fits and type(text.argval) is str else None

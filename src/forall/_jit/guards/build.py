@@ -32,97 +32,104 @@ from torch.nn.utils import parametrize
 from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
 from forall._compat.pure_functions import (
     SCRIPTS,
-    definition_of,
-    is_torchs,
-    is_trusted,
-    makes_lists,
+    find_op_definition,
+    has_tolist,
+    is_known_function,
+    is_trusted_value,
 )
 from forall._compat.pytree import is_registered
 from forall._core.python_state import (
     UNSET,
-    Unwatched,
-    Weakly,
-    contents,
-    is_a_library,
-    is_library,
-    is_no_users,
+    UnguardedState,
+    WeakBox,
+    cell_contents_of,
+    is_library_module,
+    is_library_object,
+    is_not_users,
     is_ours,
     names_of,
 )
-from forall._core.raw_containers import bare
-from forall._jit.guards.attribute_names import BY_TORCH, Names
-from forall._jit.guards.conditions import Watched
-from forall._jit.guards.import_sources import imported
+from forall._core.raw_containers import view_raw_container
+from forall._jit.guards.attribute_names import NAMES_TORCH_CALLS, AttributeNames
+from forall._jit.guards.conditions import GuardConditions
+from forall._jit.guards.import_sources import find_imports
 from forall._jit.guards.leaves import (
-    CACHED,
-    TELLERS,
-    VIEWS,
+    DICT_VIEWS,
+    LOGGING_CLASSES,
+    LRU_CACHE,
     WRAPPERS,
-    has_none,
-    has_numbers,
-    held,
+    can_reach_ids,
+    find_wrapped,
+    get_hint_parts,
     is_alive,
-    is_derived,
-    is_hint,
-    is_in_class,
-    is_leaf,
-    is_moved_on,
-    is_of_environment,
-    keeping,
-    kept,
-    leads_to,
-    parts_of_hint,
-    wrapped,
+    is_buffer,
+    is_c_iterator,
+    is_environment,
+    is_method_def,
+    is_plain_constant,
+    is_type_hint,
+    lacks_names,
+    list_cached,
+    list_contents,
+    make_cache_test,
+    may_have_attributes,
 )
 from forall._jit.guards.library_globals import (
-    asked_names,
-    classes_in,
-    inner_functions,
+    find_inner_functions,
+    find_key_classes,
+    find_named_globals,
     is_followed,
-    of_users,
+    select_users_entries,
 )
-from forall._jit.guards.module_names import asked_for, in_hand, is_users
+from forall._jit.guards.module_names import find_held_modules, find_open_namespaces, is_users_module
 from forall._jit.search_budget import (
-    EACH,
-    NEVER,
+    NO_DEADLINE,
+    STEPS_PER_CLOCK_READ,
     TOO_LONG,
     Deadline,
     clock,
 )
-from forall._jit.tracing.coverage import EVERYTHING
+from forall._jit.tracing.coverage import FULL_COVERAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from types import CodeType
 
-    from forall._jit.tracing.coverage import Everything
+    from forall._jit.tracing.coverage import FullCoverage
 
 TOO_MUCH = "the function reaches too much of Python's state to watch"
-_MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
-_TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
+_CODE_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_FUNCTION_ATTRIBUTES = (
+    *_CODE_ATTRIBUTES,
+    "__name__",
+    "__qualname__",
+    "__doc__",
+    "__module__",
+    "__annotations__",
+)
 _BUILTINS = vars(builtins)
 _OPERATORS = (OpOverload, OpOverloadPacket)
-_OF_MODULES = frozenset({"__getattr__"})  # a module's name that Python looks up by itself
+_MODULE_HOOKS = frozenset({"__getattr__"})  # a module's name that Python looks up by itself
 
 
-class Guards(Watched):
+class Guards(GuardConditions):
     """A snapshot of the Python state that a function can reach, as far as its code tells."""
 
     def __init__(
         self,
         func: Callable,
         given: Iterable[Any] = (),
-        ran: Everything = EVERYTHING,
-        until: Deadline = NEVER,
+        ran: FullCoverage = FULL_COVERAGE,
+        until: Deadline = NO_DEADLINE,
     ) -> None:
         super().__init__()
         self.ran = ran
         self.until = until  # the deadline of the walk
         self.generators: list[torch.Generator] = []
         self._modules: set[tuple[int, frozenset[str]]] = set()
-        self._asked = Names(ran)
+        self._asked = AttributeNames(ran)
         # The `__dict__`s of objects of which code asks some names, with weak holders of these.
-        self._states: list[tuple[dict[str, Any], Weakly | None]] = []
+        self._states: list[tuple[dict[str, Any], WeakBox | None]] = []
         self._functions: list[FunctionType] = []  # the user's, and those that do not run
         self._aside: list[Mapping[str, Any]] = []  # entries are visited only if code names them
         self._kinds: dict[int, type] = {}  # the classes of objects, and their bases
@@ -136,235 +143,247 @@ class Guards(Watched):
         # All visited objects, kept alive so that no other gets the same id. `sys.modules` counts as
         # visited: code names the modules that it asks for.
         self._held: dict[int, Any] = {id(sys.modules): sys.modules}
-        self._weakly: list[Weakly] = []
+        self._weakly: list[WeakBox] = []
         self.given = [*given]  # arguments that a cache key may know by identity
         self._left = [func, *self.given]  # to be visited: a list, as objects nest without limit
         self.watch_class(torch.Tensor)  # code may ask it for any name
-        self._look_at_all()
+        self._visit_all()
         while self._left and self.why is None:
-            self._look_at_all()
-        self._of_objects()
+            self._visit_all()
+        self._watch_states()
         # They hold objects that nothing asks for, which may lead anywhere.
         del self._asked, self._states, self._registered
 
-    def reached(self) -> Iterable[Any]:
+    def list_visited(self) -> Iterable[Any]:
         """All visited objects, except the modules that code names."""
         return [*self._held.values(), *self._kinds.values()]
 
-    def identities(self) -> frozenset[int]:
+    def collect_ids(self) -> frozenset[int]:
         """The ids of all visited objects, tensors too: an argument may be one of these."""
         return frozenset((*self._held, *self.tensors))
 
-    def leads_back(self) -> bool:
+    def leads_to_weak(self) -> bool:
         """True if an object that is to be held weakly can be reached from what is held here."""
-        return bool(self._weakly) and leads_to({id(w.of()) for w in self._weakly}, self._held)
+        return bool(self._weakly) and can_reach_ids({id(w.of()) for w in self._weakly}, self._held)
 
-    def _look_at_all(self) -> None:
+    def _visit_all(self) -> None:
         while self._left and self.why is None:
             value = self._left.pop()
             try:
-                if id(value) not in self._held and not is_leaf(value):
+                if id(value) not in self._held and not is_plain_constant(value):
                     self._held[id(value)] = value
-                    self._look(value)
+                    self._visit(value)
             except Exception as error:  # noqa: BLE001 - of the user's own `__class__`, `__dict__`
                 self.why = f"an object that it reaches raises {type(error).__name__} when looked at"
-        self._look_at_libraries()
+        self._visit_libraries()
         late = [*self._left]
-        late += [getattr(f, name) for f in self._functions for name in self._told()]
-        late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
-        late += [value for kinds, value in self._registered if self._has_met(kinds)]
-        self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
+        late += [
+            getattr(f, name) for f in self._functions for name in self._list_named_attributes()
+        ]
+        late += [
+            x for names in self._aside for n, x in names.items() if self._asked.contains_name(n)
+        ]
+        late += [value for kinds, value in self._registered if self._has_visited(kinds)]
+        self._left = [x for x in late if id(x) not in self._held and not is_plain_constant(x)]
 
-    def _told(self) -> list[str]:
-        made_of = _MADE_OF if self._asked.asks("signature") else ()
-        return [name for name in _TOLD if name in made_of or self._asked.asks(name)]
+    def _list_named_attributes(self) -> list[str]:
+        made_of = _CODE_ATTRIBUTES if self._asked.contains_name("signature") else ()
+        return [
+            name
+            for name in _FUNCTION_ATTRIBUTES
+            if name in made_of or self._asked.contains_name(name)
+        ]
 
-    def _look(self, value: Any) -> None:
-        look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
+    def _visit(self, value: Any) -> None:
+        look = next((look for kinds, look in _VISITORS if isinstance(value, kinds)), None)
         if len(self._held) > self.ran.most:
             self.why = TOO_MUCH
-        elif not len(self._held) % EACH and clock() > self.until.call:
+        elif not len(self._held) % STEPS_PER_CLOCK_READ and clock() > self.until.call:
             self.why = TOO_LONG
-        elif is_moved_on(value):
+        elif is_c_iterator(value):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
-        elif is_of_environment(value):
-            self._entries(os.environ._data)
-        elif has_numbers(value):
-            self._memory(value)
+        elif is_environment(value):
+            self._watch_entries(os.environ._data)
+        elif is_buffer(value):
+            self._watch_buffer(value)
         elif look is not None:
             look(self, value)
-        elif is_hint(value):
-            self._hint(value)
-        elif (inside := held(value)) is not None:
+        elif is_type_hint(value):
+            self._visit_hint(value)
+        elif (inside := list_contents(value)) is not None:
             self._left += inside
-        elif not isinstance(value, Unwatched):
-            self._object(value)
-        if is_derived(value):
-            self._object(value)  # an object of a user's class with entries: a NamedTuple, a dict
+        elif not isinstance(value, UnguardedState):
+            self._visit_object(value)
+        if may_have_attributes(value):
+            self._visit_object(
+                value
+            )  # an object of a user's class with entries: a NamedTuple, a dict
 
-    def _tensor(self, value: torch.Tensor) -> None:
+    def _visit_tensor(self, value: torch.Tensor) -> None:
         self.tensors[id(value)] = value
         self._left.append(vars(value))  # attributes of the user's
 
-    def _script(self, value: Any) -> None:
-        if makes_lists(value):
+    def _visit_script(self, value: Any) -> None:
+        if has_tolist(value):
             self.why = "a function in TorchScript that it reaches makes a list of a tensor"
-        self._object(value)
+        self._visit_object(value)
 
-    def _mapping(self, value: Mapping) -> None:
-        self._entries(value)
-        self._left += [*bare(value), *bare(value).values()]
+    def _visit_mapping(self, value: Mapping) -> None:
+        self._watch_entries(value)
+        self._left += [*view_raw_container(value), *view_raw_container(value).values()]
 
-    def _several(self, value: Any) -> None:
-        value, kind = bare(value), type(value)
+    def _visit_sequence(self, value: Any) -> None:
+        value, kind = view_raw_container(value), type(value)
         if not issubclass(kind, (tuple, frozenset)):
             self._lists.append((value, tuple(value)))  # sets have an order too
         self._left += value
 
-    def _hint(self, value: Any) -> None:
+    def _visit_hint(self, value: Any) -> None:
         origin = getattr(value, "__origin__", None)
-        if not (isinstance(origin, type) and is_no_users(origin)):  # a call of the hint calls it
+        if not (isinstance(origin, type) and is_not_users(origin)):  # a call of the hint calls it
             self._left.append(origin)
-        self._aside.append(parts_of_hint(value))
+        self._aside.append(get_hint_parts(value))
 
-    def _cell(self, cell: CellType) -> None:
-        value = contents(cell)
+    def _visit_cell(self, cell: CellType) -> None:
+        value = cell_contents_of(cell)
         self._attributes.append((cell, "cell_contents", value))
         self._left.append(value)
 
-    def _weak(self, value: Weakly) -> None:
+    def _visit_weak(self, value: WeakBox) -> None:
         self._weakly.append(value)
-        self._object(value.of(), value)
+        self._visit_object(value.of(), value)
 
-    def _reference(self, value: ContextVar | ReferenceType) -> None:
+    def _visit_reference(self, value: ContextVar | ReferenceType) -> None:
         if isinstance(value, ReferenceType):
             self._others.append(functools.partial(is_alive, value, wanted=is_alive(value)))
-            self._left += [Weakly(value)] if type(value()) not in (type(None), *PLAIN) else []
+            self._left += [WeakBox(value)] if type(value()) not in (type(None), *PLAIN) else []
             return
         now = value.get(UNSET)
         self._others.append(lambda: value.get(UNSET) is now)
         self._left += [now, *gc.get_referents(value)]  # the default of the variable among these
 
-    def _teller(self, value: Any) -> None:
+    def _visit_logger(self, value: Any) -> None:
         self._attributes.append((value, "__class__", type(value)))
         self._aside.append(vars(value))
         self._states.append((vars(value), None))
 
-    def _wrapper(self, value: Any) -> None:
+    def _visit_wrapper(self, value: Any) -> None:
         if isinstance(value, functools.cached_property):  # the others are as they were made
             self._attributes.append((value, "func", value.func))
-        self._left += wrapped(value, self._asked)
+        self._left += find_wrapped(value, self._asked)
 
-    def _cached(self, func: Any) -> None:
-        self._others.append(keeping(func))
-        self._left.append((*kept(func),))
+    def _visit_cache(self, func: Any) -> None:
+        self._others.append(make_cache_test(func))
+        self._left.append((*list_cached(func),))
 
-    def _library(self, func: FunctionType) -> None:
+    def _visit_library_function(self, func: FunctionType) -> None:
         """Visit what a library's function leads to, by the names in its code."""
         if func.__code__ in self._followed or not is_followed(func):
             return
-        if not self.ran.holds(func.__code__):
-            self.ran.idle(func)
+        if not self.ran.may_have_run(func.__code__):
+            self.ran.did_not_run(func)
             return
         self._followed.add(func.__code__)
         self._library_names |= names_of(func.__code__)
-        for names, name, value in asked_names(func):
+        for names, name, value in find_named_globals(func):
             self._of_libraries.append((names, name, value))
             if isinstance(value, FunctionType):
                 self._left_of_libraries.append(value)
             elif isinstance(value, (dict, list)) and id(value) not in self._held:
                 self._held[id(value)] = value
-                self._registry(value)
-        self._left_of_libraries += inner_functions(func)
+                self._watch_registry(value)
+        self._left_of_libraries += find_inner_functions(func)
 
-    def _registry(self, value: Any) -> None:
+    def _watch_registry(self, value: Any) -> None:
         """Watch a library's registry: a dict or list that others may add entries to."""
         if isinstance(value, dict):
-            self._entries(value)
+            self._watch_entries(value)
             entries = value.items()
         else:
             self._lists.append((value, tuple(value)))
             entries = enumerate(value)
-        self._registered += [(classes_in(key), x) for key, x in of_users(entries)]
+        self._registered += [(find_key_classes(key), x) for key, x in select_users_entries(entries)]
 
-    def _has_met(self, kinds: list[type]) -> bool:
+    def _has_visited(self, kinds: list[type]) -> bool:
         """True if each class was visited, itself or as the class or base of an object."""
         return all(id(kind) in self._kinds or id(kind) in self._held for kind in kinds)
 
-    def _look_at_libraries(self) -> None:
+    def _visit_libraries(self) -> None:
         """Visit the libraries' functions that can be reached, and methods that code names."""
-        while self._left_of_libraries or self._methods_are_left():
+        while self._left_of_libraries or self._queue_methods():
             while self._left_of_libraries:
                 func = self._left_of_libraries.pop()
-                if is_no_users(func):
-                    self._library(func)
+                if is_not_users(func):
+                    self._visit_library_function(func)
                 else:
                     self._left.append(func)
 
-    def _methods_are_left(self) -> bool:
-        asks = self._asked.asks
+    def _queue_methods(self) -> bool:
+        asks = self._asked.contains_name
         for kind in self._kinds_of_libraries:
             for name, found in vars(kind).items():
                 func = getattr(found, "fget", None) or getattr(found, "__func__", found)
                 if isinstance(func, FunctionType) and func.__code__ not in self._followed_methods:
-                    dunder = name[:2] == "__" or name in BY_TORCH
+                    dunder = name[:2] == "__" or name in NAMES_TORCH_CALLS
                     if self.ran.seen or dunder or asks(name) or name in self._library_names:
                         self._followed_methods.add(func.__code__)
                         self._left_of_libraries.append(func)
         return bool(self._left_of_libraries)
 
-    def _function(self, func: FunctionType) -> None:
-        if is_no_users(func) and not is_ours(func):
+    def _visit_function(self, func: FunctionType) -> None:
+        if is_not_users(func) and not is_ours(func):
             self._left_of_libraries.append(func)
-        if is_torchs(func):
+        if is_known_function(func):
             return
         if is_ours(func):
             # Our own functions never change, nor do their globals and defaults.
-            self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
+            self._left += [*map(cell_contents_of, func.__closure__ or ()), *func.__dict__.values()]
             return
         self._functions.append(func)
-        if not self.ran.holds(func.__code__):
-            if func.__dict__ or not (is_no_users(func) or is_in_class(func)):
-                self._state(func.__dict__)
+        if not self.ran.may_have_run(func.__code__):
+            if func.__dict__ or not (is_not_users(func) or is_method_def(func)):
+                self._visit_state(func.__dict__)
             return
-        written = self.ran.written(func.__code__) | _OF_MODULES
-        self._left += [*self._asked.by(func), *self._asked.in_code(func)]
-        for name in _MADE_OF:
+        written = self.ran.list_written_names(func.__code__) | _MODULE_HOOKS
+        self._left += [*self._asked.release_for_value(func), *self._asked.release_for_code(func)]
+        for name in _CODE_ATTRIBUTES:
             value = getattr(func, name)
             self._attributes.append((func, name, value))
             self._left.append(value)
-        asked = self.ran.cells(func.__code__)
+        asked = self.ran.list_free_vars(func.__code__)
         for name, cell in zip(func.__code__.co_freevars, func.__closure__ or (), strict=True):
             if name in asked:
-                value = contents(cell)
+                value = cell_contents_of(cell)
                 self._attributes.append((cell, "cell_contents", value))
-                self._led_to(value, written)
-        if not is_no_users(func):
+                self._visit_named_value(value, written)
+        if not is_not_users(func):
             names, given = func.__globals__, vars(func).get("__forall_given__", ())
-            wanted = [n for n in self.ran.globals(func.__code__) if n not in given]
+            wanted = [n for n in self.ran.list_globals(func.__code__) if n not in given]
             missing = [n for n in wanted if n not in names]
             self._names += [(names, n, UNSET) for n in missing]
             self._names += [(_BUILTINS, n, _BUILTINS.get(n, UNSET)) for n in missing]
-            self._named(names, wanted, written)
-            self._of_modules(func)
+            self._watch_names(names, wanted, written)
+            self._visit_modules_of(func)
 
-    def _of_modules(self, func: FunctionType) -> None:
+    def _visit_modules_of(self, func: FunctionType) -> None:
         """Visit the user's modules that a function imports, or has whole in a variable."""
-        imports = imported(func, self.ran)
-        self._left += in_hand(func, self.ran, imports)
-        for name, home in asked_for(func, self.ran):
+        imports = find_imports(func, self.ran)
+        self._left += find_held_modules(func, self.ran, imports)
+        for name, home in find_open_namespaces(func, self.ran):
             self._names.append((sys.modules, name, sys.modules.get(name, UNSET)))
-            self._namespace(home)
+            self._watch_namespace(home)
         for code, found in imports.items():
-            inner = self.ran.written(code)
+            inner = self.ran.list_written_names(code)
             self._names += [(sys.modules, name, module) for name, module in found.found]
             for module in found.modules.values():
-                self._led_to(module, inner)
+                self._visit_named_value(module, inner)
             for inside, name in found.taken:
-                if not is_library(inside.__name__):
-                    self._named(vars(inside), [name], inner)
+                if not is_library_module(inside.__name__):
+                    self._watch_names(vars(inside), [name], inner)
 
-    def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
+    def _watch_names(
+        self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]
+    ) -> None:
         """Watch these names and visit their values.
 
         In a user's module among the values, the ``inner`` names are watched and visited too.
@@ -374,24 +393,24 @@ class Guards(Watched):
             if value is UNSET:
                 continue
             self._names.append((names, name, value))
-            self._led_to(value, inner)
+            self._visit_named_value(value, inner)
 
-    def _led_to(self, value: Any, inner: frozenset[str]) -> None:
+    def _visit_named_value(self, value: Any, inner: frozenset[str]) -> None:
         if not isinstance(value, ModuleType):
             self._left.append(value)
             return
-        if is_library(value.__name__):
-            self._module_of_library(value, inner)
-        self._left += self._asked.by(value)
+        if is_library_module(value.__name__):
+            self._watch_library_module(value, inner)
+        self._left += self._asked.release_for_value(value)
         if type(value) is not ModuleType:  # then its class has a say too
             self._left.append(value)
-        if not is_library(value.__name__) and (id(value), inner) not in self._modules:
+        if not is_library_module(value.__name__) and (id(value), inner) not in self._modules:
             self._modules.add((id(value), inner))
             self._attributes.append((value, "__class__", type(value)))
             self._missing.append((vars(value), inner - vars(value).keys()))
-            self._named(vars(value), inner, inner)
+            self._watch_names(vars(value), inner, inner)
 
-    def _module_of_library(self, module: ModuleType, inner: frozenset[str]) -> None:
+    def _watch_library_module(self, module: ModuleType, inner: frozenset[str]) -> None:
         """Watch the names of a library's module that code may ask for: those that it contains."""
         if (id(module), inner) in self._modules:
             return
@@ -405,17 +424,17 @@ class Guards(Watched):
                 self._left.append(value)
             elif isinstance(value, type):
                 self._kinds_of_libraries += value.__mro__[:-1]
-            elif isinstance(value, ModuleType) and is_library(value.__name__):
-                self._module_of_library(value, inner)
+            elif isinstance(value, ModuleType) and is_library_module(value.__name__):
+                self._watch_library_module(value, inner)
 
-    def _module(self, module: ModuleType) -> None:
-        if is_users(module):
+    def _visit_module(self, module: ModuleType) -> None:
+        if is_users_module(module):
             self._attributes.append((module, "__class__", type(module)))
-            self._namespace(vars(module))
+            self._watch_namespace(vars(module))
             if type(module) is not ModuleType:
-                self._kind(type(module))
+                self._visit_class_attributes(type(module))
 
-    def _namespace(self, names: dict[str, Any]) -> None:
+    def _watch_namespace(self, names: dict[str, Any]) -> None:
         """Watch a module's names that code can reach in any way: each name that code contains."""
         if id(names) not in self._held:
             self._held[id(names)] = names
@@ -423,16 +442,16 @@ class Guards(Watched):
             modules = {n: x for n, x in own.items() if isinstance(x, ModuleType)}
             self._states.append((names, None))
             self._aside.append(modules)  # modules lead everywhere
-            self._left += self._asked.in_object({n: own[n] for n in own.keys() - modules})
+            self._left += self._asked.release_in_object({n: own[n] for n in own.keys() - modules})
 
-    def _class(self, kind: type) -> None:
-        if not is_no_users(type(kind)):  # a metaclass of the user's defines what the class does
+    def _visit_class(self, kind: type) -> None:
+        if not is_not_users(type(kind)):  # a metaclass of the user's defines what the class does
             self._attributes.append((kind, "__class__", type(kind)))
             self._left.append(type(kind))
-        self._left += [*self._asked.makers(kind), *self._asked.by(kind)]
-        self._kind(kind)
+        self._left += [*self._asked.list_makers(kind), *self._asked.release_for_value(kind)]
+        self._visit_class_attributes(kind)
 
-    def _kind(self, kind: type) -> None:
+    def _visit_class_attributes(self, kind: type) -> None:
         if id(kind) in self._kinds:
             return
         self._kinds[id(kind)] = kind
@@ -443,30 +462,30 @@ class Guards(Watched):
         if isinstance(kind, abc.ABCMeta):  # others may be registered as its subclasses
             self.watch_answer(abc.get_cache_token)
         names = vars(kind)
-        if is_no_users(kind):
+        if is_not_users(kind):
             for base in kind.__mro__:
-                if is_a_library(base) and base.__module__ != "builtins":
+                if is_library_object(base) and base.__module__ != "builtins":
                     self._kinds_of_libraries.append(base)
-            known = is_trusted(kind)
+            known = is_trusted_value(kind)
             put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
-            self._aside.append({n: f for n, f in put if not is_no_users(f)} if known else names)
+            self._aside.append({n: f for n, f in put if not is_not_users(f)} if known else names)
             self.watch_class(kind)  # it and its bases may be given other methods
             return
         self._attributes.append((kind, "__mro__", kind.__mro__))
-        self._entries(names)
-        self._left += self._asked.in_class(kind)
+        self._watch_entries(names)
+        self._left += self._asked.release_in_class(kind)
         for base in kind.__mro__:
-            self._kind(base)
+            self._visit_class_attributes(base)
 
-    def _object(self, thing: Any, weakly: Weakly | None = None) -> None:
+    def _visit_object(self, thing: Any, weakly: WeakBox | None = None) -> None:
         state = getattr(thing, "__dict__", None)
-        if state is None and is_a_library(type(thing)):
+        if state is None and is_library_object(type(thing)):
             return
         held = thing if weakly is None else weakly
         self._attributes.append((held, "__class__", type(thing)))
-        self._kind(type(thing))
+        self._visit_class_attributes(type(thing))
         for kind in type(thing).__mro__:
-            for name, found in () if is_a_library(kind) else vars(kind).items():
+            for name, found in () if is_library_object(kind) else vars(kind).items():
                 if type(found) is MemberDescriptorType:
                     value = getattr(thing, name, UNSET)
                     self._attributes.append((held, name, value))
@@ -475,46 +494,48 @@ class Guards(Watched):
             if weakly is None:
                 self._attributes.append((thing, "__dict__", state))
             kind = type(thing)
-            if is_registered(kind) or any(map(is_no_users, kind.__mro__[:-1])):
+            if is_registered(kind) or any(map(is_not_users, kind.__mro__[:-1])):
                 self._left.append(state)  # a library may read it by any name
             else:
-                self._state(state, weakly)
+                self._visit_state(state, weakly)
 
-    def _state(self, state: dict[str, Any], weakly: Weakly | None = None) -> None:
+    def _visit_state(self, state: dict[str, Any], weakly: WeakBox | None = None) -> None:
         self._states.append((state, weakly))
-        self._left += self._asked.in_object(state)
+        self._left += self._asked.release_in_object(state)
 
-    def _of_objects(self) -> None:
-        self._attributes += [(f, n, getattr(f, n)) for f in self._functions for n in self._told()]
+    def _watch_states(self) -> None:
+        self._attributes += [
+            (f, n, getattr(f, n)) for f in self._functions for n in self._list_named_attributes()
+        ]
         for state, weakly in self._states:
             if self._asked.any:
-                self._entries(state)
+                self._watch_entries(state)
                 continue
-            asked, missing = self._asked.asked(state)
+            asked, missing = self._asked.match_names(state)
             if weakly is None:
                 self._names += [(state, name, state[name]) for name in asked]
                 self._missing.append((state, missing))
             else:  # the state may hold what leads back to the object, under other names
                 self._of_weakly += [(weakly, name, state[name]) for name in asked]
-                self._others.append(functools.partial(has_none, weakly, missing))
+                self._others.append(functools.partial(lacks_names, weakly, missing))
 
 
 # In this order: an object may be an instance of several.
-_LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
-    (torch.Tensor, Guards._tensor),
-    (SCRIPTS, Guards._script),
+_VISITORS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
+    (torch.Tensor, Guards._visit_tensor),
+    (SCRIPTS, Guards._visit_script),
     (torch.Generator, lambda guards, value: guards.generators.append(value)),
-    ((dict, MappingProxyType), Guards._mapping),
-    (VIEWS, lambda guards, value: guards._left.append(value.mapping)),
-    ((list, tuple, deque, set, frozenset), Guards._several),
-    (FunctionType, Guards._function),
-    (WRAPPERS, Guards._wrapper),
-    (CACHED, Guards._cached),
-    ((ContextVar, ReferenceType), Guards._reference),
-    (type, Guards._class),
-    (ModuleType, Guards._module),
-    (TELLERS, Guards._teller),
-    (Weakly, Guards._weak),
-    (CellType, Guards._cell),
-    (_OPERATORS, lambda guards, value: guards._left.append(definition_of(value))),
+    ((dict, MappingProxyType), Guards._visit_mapping),
+    (DICT_VIEWS, lambda guards, value: guards._left.append(value.mapping)),
+    ((list, tuple, deque, set, frozenset), Guards._visit_sequence),
+    (FunctionType, Guards._visit_function),
+    (WRAPPERS, Guards._visit_wrapper),
+    (LRU_CACHE, Guards._visit_cache),
+    ((ContextVar, ReferenceType), Guards._visit_reference),
+    (type, Guards._visit_class),
+    (ModuleType, Guards._visit_module),
+    (LOGGING_CLASSES, Guards._visit_logger),
+    (WeakBox, Guards._visit_weak),
+    (CellType, Guards._visit_cell),
+    (_OPERATORS, lambda guards, value: guards._left.append(find_op_definition(value))),
 )

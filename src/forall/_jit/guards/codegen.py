@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat.native_guards import (
-    alike,
-    beneath,
-    is_counted,
-    writes_into,
+    get_dict_version,
+    get_written_dict,
+    is_versioned,
+    make_tensor_check,
 )
 from forall._compat.storage import has_memory
-from forall._core.python_state import UNSET, Weakly
-from forall._jit.guards.identity import EXACT
+from forall._core.python_state import UNSET, WeakBox
+from forall._jit.guards.identity import EXACT_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +33,7 @@ _MANY = 64  # tests beside which one more call costs nothing, but more text to c
 _values = methodcaller("values")
 
 
-class Tests(NamedTuple):
+class GuardTests(NamedTuple):
     """Tests as source text, and the objects that they name, to be compiled into one function.
 
     The text holds none of the user's names. ``given`` maps names to objects, and ``attributes``
@@ -44,7 +44,7 @@ class Tests(NamedTuple):
     given: dict[str, Any]
     attributes: Mapping[str, str] = _NONE
 
-    def __add__(self, other: Tests) -> Tests:
+    def __add__(self, other: GuardTests) -> GuardTests:
         if any(
             other.given[name] is not self.given[name] for name in self.given & other.given.keys()
         ):
@@ -52,9 +52,9 @@ class Tests(NamedTuple):
         if not self.attributes.keys().isdisjoint(other.attributes):
             raise ValueError("two attributes have one name")
         attributes = {**self.attributes, **other.attributes}
-        return Tests(self.texts + other.texts, self.given | other.given, attributes)
+        return GuardTests(self.texts + other.texts, self.given | other.given, attributes)
 
-    def written_out(self, arguments: str = "") -> Callable[..., bool]:
+    def compile_tests(self, arguments: str = "") -> Callable[..., bool]:
         """Compile a function that returns True if all tests hold, and False where one raises."""
         tests = " and ".join(self.texts) or True
         source = f"def holds({arguments}):\n try: return {tests}\n except Exception: return False"
@@ -68,7 +68,7 @@ class Tests(NamedTuple):
         return holds
 
 
-class Holding(NamedTuple):
+class GuardChecks(NamedTuple):
     """A fast and a full check that objects hold what they held.
 
     True of either is certain. False of ``quickly`` is not: then ``certainly`` decides.
@@ -76,76 +76,76 @@ class Holding(NamedTuple):
 
     quickly: Callable[[], bool]
     certainly: Callable[[], bool]
-    at_once: Tests  # the tests of ``quickly``, to be compiled together with others
+    at_once: GuardTests  # the tests of ``quickly``, to be compiled together with others
 
 
-def holding(
+def make_guard_checks(
     attributes: Iterable[tuple[Any, str, Any]],
     names: Iterable[tuple[Mapping, str, Any]],
     missing: Iterable[tuple[Mapping, frozenset[str]]],
     dicts: Iterable[tuple[Mapping, tuple, tuple]],
     lists: Iterable[tuple[Any, tuple]],
-    looks: Looks,
-    weakly: Iterable[tuple[Weakly, str, Any]] = (),
+    looks: TensorMetadata,
+    weakly: Iterable[tuple[WeakBox, str, Any]] = (),
     of_libraries: tuple[Sequence, Sequence] = ((), ()),
     others: Iterable[Callable[[], bool]] = (),
-) -> Holding:
+) -> GuardChecks:
     """Return the checks that all of these hold the same objects, compared by identity."""
     attributes, dicts, lists = [*attributes], [*dicts], [*lists]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
-    own, others_own = _Dicts([*names], [*missing], dicts).by_whether_counted()
+    own, others_own = _DictRows([*names], [*missing], dicts).split_by_counted()
     names, dicts_of_libraries = of_libraries
     # Separate groups: a write into a library's global does not cause a check of all dicts.
-    theirs, others_theirs = _Dicts([*names], [], [*dicts_of_libraries]).by_whether_counted()
-    counted, counts, unwritten = _of_dicts([own, theirs])
-    rest = _of_attributes([row for row in attributes if row[2] is not UNSET], empty)
-    rest += _of_weakly([*weakly])
-    rest += _of_short([row for row in lists if _is_short(*row)])
-    rest += _of_calls(
+    theirs, others_theirs = _DictRows([*names], [], [*dicts_of_libraries]).split_by_counted()
+    counted, counts, unwritten = _group_dicts([own, theirs])
+    rest = _test_attributes([row for row in attributes if row[2] is not UNSET], empty)
+    rest += _test_weak_entries([*weakly])
+    rest += _test_short_lists([row for row in lists if _is_short(*row)])
+    rest += _test_calls(
         [
-            *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
-            *_of_lists(*_columns([row for row in lists if not _is_short(*row)], 2)),
-            *others_own.checks(),
-            *others_theirs.checks(),
+            *_check_unset([row[:2] for row in attributes if row[2] is UNSET]),
+            *_check_lists(*_transpose_rows([row for row in lists if not _is_short(*row)], 2)),
+            *others_own.list_checks(),
+            *others_theirs.list_checks(),
             *others,
         ]
     )
-    at_once = rest + _of_tensors(looks.tensors, looks.at_once or looks.exactly)
+    at_once = rest + _test_tensors(looks.tensors, looks.at_once or looks.matches_exactly)
     if looks.offsets:  # torch's own check does not compare storage offsets
         given = {"map": map, "offset_of": _offset, "offsets": looks.offsets}
-        at_once += Tests(["[*map(offset_of, held)] == offsets"], given)
+        at_once += GuardTests(["[*map(offset_of, held)] == offsets"], given)
     if counted:
-        given = {"of": writes_into, "map": map, "counted": counted, "counts": counts}
-        at_once += Tests(["[*map(of, counted)] == counts"], given)
-    certainly = Tests(["unwritten()"], {"unwritten": unwritten}) + rest
-    certainly += _of_tensors(looks.tensors, looks.exactly)
-    quickly = at_once.written_out()
+        given = {"of": get_dict_version, "map": map, "counted": counted, "counts": counts}
+        at_once += GuardTests(["[*map(of, counted)] == counts"], given)
+    certainly = GuardTests(["unwritten()"], {"unwritten": unwritten}) + rest
+    certainly += _test_tensors(looks.tensors, looks.matches_exactly)
+    quickly = at_once.compile_tests()
     if len(at_once.texts) > _MANY:
-        at_once = Tests(["quickly()"], {"quickly": quickly})
-    return Holding(quickly, certainly.written_out(), at_once)
+        at_once = GuardTests(["quickly()"], {"quickly": quickly})
+    return GuardChecks(quickly, certainly.compile_tests(), at_once)
 
 
-class Looks:
+class TensorMetadata:
     """The metadata of tensors now, and checks that it is unchanged; their data may change."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self.tensors = [*tensors]
-        self.at_once = alike(self.tensors)
+        self.at_once = make_tensor_check(self.tensors)
         self.offsets = [*map(_offset, self.tensors)] if self.at_once else []
-        self._now = [*map(_look, self.tensors)]
+        self._now = [*map(_read_metadata, self.tensors)]
 
-    def exactly(self, *tensors: torch.Tensor) -> bool:
-        return [*map(_look, tensors)] == self._now
+    def matches_exactly(self, *tensors: torch.Tensor) -> bool:
+        return [*map(_read_metadata, tensors)] == self._now
 
 
-def _look(t: torch.Tensor) -> tuple:
+def _read_metadata(t: torch.Tensor) -> tuple:
     strides = t.stride() if has_memory(t) else t.layout
     bits = t.is_conj(), t.is_neg(), t.is_inference()
-    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, bits, _rest(t)
+    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, bits, _read_numbers(t)
 
 
-def _rest(t: torch.Tensor) -> tuple:
+def _read_numbers(t: torch.Tensor) -> tuple:
     """Other metadata that Python can read as numbers: storage offset, nnz, `is_coalesced`."""
     if has_memory(t):
         return (t.storage_offset(),)
@@ -154,7 +154,7 @@ def _rest(t: torch.Tensor) -> tuple:
     return ()
 
 
-def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
+def check_if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
     return [check] if there else []
 
 
@@ -162,69 +162,69 @@ def _is_short(entries: Any, known: tuple) -> bool:
     return type(entries) is list and len(known) <= _FEW
 
 
-def _of_attributes(rows: Sequence[tuple[Any, str, Any]], empty: Sequence[Any]) -> Tests:
+def _test_attributes(rows: Sequence[tuple[Any, str, Any]], empty: Sequence[Any]) -> GuardTests:
     given = {f"a{i}": thing for i, (thing, _, _) in enumerate(rows)}
     given |= {f"v{i}": value for i, (_, _, value) in enumerate(rows)}
     given |= {f"e{i}": d for i, d in enumerate(empty)}
-    of = [f"a{i}.of()" if type(row[0]) is Weakly else f"a{i}" for i, row in enumerate(rows)]
+    of = [f"a{i}.of()" if type(row[0]) is WeakBox else f"a{i}" for i, row in enumerate(rows)]
     tests = [f"{thing}.asked{i} is v{i}" for i, thing in enumerate(of)]
     tests += [f"not e{i}" for i, _ in enumerate(empty)]
     # Python wants names of code to be of class str itself, not of a subclass.
     asked = {f"asked{i}": str.__str__(name) for i, (_, name, _) in enumerate(rows)}
-    return Tests(tests, given, asked)
+    return GuardTests(tests, given, asked)
 
 
-def _of_weakly(rows: Sequence[tuple[Weakly, str, Any]]) -> Tests:
+def _test_weak_entries(rows: Sequence[tuple[WeakBox, str, Any]]) -> GuardTests:
     given = {f"w{i}": weakly for i, (weakly, _, _) in enumerate(rows)}
     given |= {f"w{i}_name": name for i, (_, name, _) in enumerate(rows)}
     given |= {f"w{i}_value": value for i, (_, _, value) in enumerate(rows)}
     tests = [f"w{i}.of().__dict__[w{i}_name] is w{i}_value" for i, _ in enumerate(rows)]
-    return Tests(tests, given)
+    return GuardTests(tests, given)
 
 
-def _of_tensors(tensors: Sequence[torch.Tensor], look: Callable[..., bool]) -> Tests:
-    return Tests(["look(*held)"] if tensors else [], {"look": look, "held": tensors})
+def _test_tensors(tensors: Sequence[torch.Tensor], look: Callable[..., bool]) -> GuardTests:
+    return GuardTests(["look(*held)"] if tensors else [], {"look": look, "held": tensors})
 
 
-def _of_short(lists: Sequence[tuple[list, tuple]]) -> Tests:
+def _test_short_lists(lists: Sequence[tuple[list, tuple]]) -> GuardTests:
     tests, given = [], {}
     for i, (entries, known) in enumerate(lists):
         given |= {f"l{i}": entries} | {f"l{i}_{k}": x for k, x in enumerate(known)}
         tests += [f"len(l{i}) == {len(known)}"] if known else [f"not l{i}"]
         tests += [f"l{i}[{k}] is l{i}_{k}" for k, _ in enumerate(known)]
-    return Tests(tests, given)
+    return GuardTests(tests, given)
 
 
-def _of_calls(checks: Sequence[Callable[[], bool]]) -> Tests:
+def _test_calls(checks: Sequence[Callable[[], bool]]) -> GuardTests:
     given = {f"o{i}": check for i, check in enumerate(checks)}
-    return Tests([f"{name}()" for name in given], given)
+    return GuardTests([f"{name}()" for name in given], given)
 
 
-class _Dicts(NamedTuple):
+class _DictRows(NamedTuple):
     """Entries that dicts have, names that they lack, and dicts with all their entries."""
 
     names: list[tuple[Any, str, Any]]
     missing: list[tuple[Any, frozenset[str]]]
     dicts: list[tuple[Any, tuple, tuple]]
 
-    def by_whether_counted(self) -> tuple[_Dicts, _Dicts]:
+    def split_by_counted(self) -> tuple[_DictRows, _DictRows]:
         """Return the rows of dicts whose writes are counted, and the other rows."""
-        counted = _Dicts(*([row for row in rows if is_counted(row[0])] for rows in self))
-        return counted, _Dicts(*([r for r in rows if not is_counted(r[0])] for rows in self))
+        counted = _DictRows(*([row for row in rows if is_versioned(row[0])] for rows in self))
+        return counted, _DictRows(*([r for r in rows if not is_versioned(r[0])] for rows in self))
 
-    def homes(self) -> list[Any]:
-        return [beneath(row[0]) for row in (*self.names, *self.missing, *self.dicts)]
+    def list_dicts(self) -> list[Any]:
+        return [get_written_dict(row[0]) for row in (*self.names, *self.missing, *self.dicts)]
 
-    def checks(self) -> list[Callable[[], bool]]:
+    def list_checks(self) -> list[Callable[[], bool]]:
         missing = self.missing
         return [
-            *_of_names(*_columns(self.names, 3)),
-            *if_any(missing, lambda: all(none.isdisjoint(home) for home, none in missing)),
-            *_of_entries(*_columns(self.dicts, 3)),
+            *_check_names(*_transpose_rows(self.names, 3)),
+            *check_if_any(missing, lambda: all(none.isdisjoint(home) for home, none in missing)),
+            *_check_entries(*_transpose_rows(self.dicts, 3)),
         ]
 
 
-def _of_dicts(groups: Sequence[_Dicts]) -> tuple[list[dict], list[int], Callable[[], bool]]:
+def _group_dicts(groups: Sequence[_DictRows]) -> tuple[list[dict], list[int], Callable[[], bool]]:
     """Return the dicts of the groups, their write counts at the last check, and a check.
 
     The check compares a group's entries only if one of the group's dicts was written into.
@@ -232,13 +232,13 @@ def _of_dicts(groups: Sequence[_Dicts]) -> tuple[list[dict], list[int], Callable
     counted: list[dict] = []
     parts: list[tuple[slice, list[Callable[[], bool]]]] = []
     for group in groups:
-        found = {id(d): d for d in group.homes()}
-        parts.append((slice(len(counted), len(counted) + len(found)), group.checks()))
+        found = {id(d): d for d in group.list_dicts()}
+        parts.append((slice(len(counted), len(counted) + len(found)), group.list_checks()))
         counted += found.values()
     counts: list[int] = []
 
     def unwritten() -> bool:
-        now = [*map(writes_into, counted)]
+        now = [*map(get_dict_version, counted)]
         if now != counts:
             for part, checks in parts:
                 written = now[part] != counts[part] or not counts
@@ -250,53 +250,55 @@ def _of_dicts(groups: Sequence[_Dicts]) -> tuple[list[dict], list[int], Callable
     return counted, counts, unwritten
 
 
-def _of_unset(rows):
-    return if_any(rows, lambda: not any(starmap(_is_set, rows)))
+def _check_unset(rows):
+    return check_if_any(rows, lambda: not any(starmap(_is_set, rows)))
 
 
-def _of_names(homes, names, values):
-    return if_any(homes, lambda: _are_same(map(dict.get, homes, names, repeat(UNSET)), values))
+def _check_names(homes, names, values):
+    return check_if_any(
+        homes, lambda: _are_all_same(map(dict.get, homes, names, repeat(UNSET)), values)
+    )
 
 
-def _of_entries(dicts, keys, values):
+def _check_entries(dicts, keys, values):
     sizes = [*map(len, keys)]
     keys, values = [*chain(*keys)], [*chain(*values)]
-    return if_any(
+    return check_if_any(
         dicts,
         lambda: (
             [*map(len, dicts)] == sizes
-            and _are_same(chain.from_iterable(map(_values, dicts)), values)
-            and _are_same(chain.from_iterable(dicts), keys)
+            and _are_all_same(chain.from_iterable(map(_values, dicts)), values)
+            and _are_all_same(chain.from_iterable(dicts), keys)
         ),
     )
 
 
-def _of_lists(lists, entries):
+def _check_lists(lists, entries):
     sizes, entries = [*map(len, entries)], [*chain(*entries)]
-    return if_any(
+    return check_if_any(
         lists,
-        lambda: [*map(len, lists)] == sizes and _are_same(chain.from_iterable(lists), entries),
+        lambda: [*map(len, lists)] == sizes and _are_all_same(chain.from_iterable(lists), entries),
     )
 
 
-def _are_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
+def _are_all_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
     """True if the objects are identical, or are constants of one class that compare equal."""
     now = [*now]
     return all(map(is_, now, before)) or all(map(_is_same, now, before))
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and type(a) in EXACT and a == b)
+    return a is b or (type(a) is type(b) and type(a) in EXACT_CLASSES and a == b)
 
 
 def _is_set(thing: Any, name: str) -> bool:
     try:
-        getattr(thing.of() if type(thing) is Weakly else thing, name)
+        getattr(thing.of() if type(thing) is WeakBox else thing, name)
     except (AttributeError, ValueError):  # an empty cell raises the latter
         return False
     return True
 
 
-def _columns(rows: Iterable[tuple], count: int) -> list[list]:
+def _transpose_rows(rows: Iterable[tuple], count: int) -> list[list]:
     rows = [*rows]
     return [[row[i] for row in rows] for i in range(count)]

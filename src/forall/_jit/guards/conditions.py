@@ -5,22 +5,22 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from forall._compat.ambient_settings import kernels_allowed
+from forall._compat.ambient_settings import get_allowed_kernels
 from forall._compat.private_api import PLAIN
-from forall._core.raw_containers import bare
+from forall._core.raw_containers import view_raw_container
 from forall._jit.guards.codegen import (
-    Holding,
-    Looks,
-    Tests,
-    holding,
-    if_any,
+    GuardChecks,
+    GuardTests,
+    TensorMetadata,
+    check_if_any,
+    make_guard_checks,
 )
 from forall._jit.guards.leaves import (
-    MUTABLE,
-    answer,
-    is_array,
-    may_take,
-    numbers,
+    HEAP_TYPE_FLAG,
+    allows_same_kernels,
+    ask_safely,
+    is_ndarray,
+    read_buffer,
 )
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from forall._core.python_state import Weakly
+    from forall._core.python_state import WeakBox
 
 _MOST_BYTES = 4096  # of an array that each call compares
 
 
-class Watched:
+class GuardConditions:
     """A snapshot of Python's and torch's state, and the test that the state is unchanged."""
 
     def __init__(self) -> None:
@@ -46,28 +46,28 @@ class Watched:
         self._of_libraries: list[tuple[dict[str, Any], str, Any]] = []
         self._classes_of_libraries: list[tuple[Any, tuple, tuple]] = []
         self._classes: dict[int, type] = {}  # the classes whose state that is
-        self._of_weakly: list[tuple[Weakly, str, Any]] = []  # entries of an object's `__dict__`
+        self._of_weakly: list[tuple[WeakBox, str, Any]] = []  # entries of an object's `__dict__`
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._answers: dict[Callable[[], Any], Any] = {}
         self._data: list[tuple[Any, tuple]] = []
         self._others: list[Callable[[], bool]] = []
-        self._looks = Looks()
-        self._holding: Holding | None = None
+        self._looks = TensorMetadata()
+        self._holding: GuardChecks | None = None
 
     def hold(self) -> bool:
         """True if the state is unchanged."""
-        now = self._held_now()
+        now = self._get_checks()
         return now.quickly() or now.certainly()
 
-    def at_once(self) -> Tests:
+    def get_fast_tests(self) -> GuardTests:
         """Cheaper tests: if they pass, the state is unchanged; if not, it may be."""
-        return self._held_now().at_once
+        return self._get_checks().at_once
 
-    def _held_now(self) -> Holding:
+    def _get_checks(self) -> GuardChecks:
         if self._holding is None:
             data, answers = self._data, self._answers.items()
-            self._holding = holding(
+            self._holding = make_guard_checks(
                 self._attributes,
                 self._names,
                 self._missing,
@@ -76,8 +76,10 @@ class Watched:
                 self._looks,
                 self._of_weakly,
                 (self._of_libraries, self._classes_of_libraries),
-                if_any(data, lambda: all(numbers(known) == copy for known, copy in data))
-                + if_any(answers, lambda: all(answer(ask) == known for ask, known in answers))
+                check_if_any(data, lambda: all(read_buffer(known) == copy for known, copy in data))
+                + check_if_any(
+                    answers, lambda: all(ask_safely(ask) == known for ask, known in answers)
+                )
                 + self._others,
             )
         return self._holding
@@ -90,34 +92,34 @@ class Watched:
     def watch_class(self, kind: type) -> None:
         """Watch the attributes of a library's class and of its bases, if they are mutable."""
         for base in kind.__mro__:
-            if base.__flags__ & MUTABLE and id(base) not in self._classes:
+            if base.__flags__ & HEAP_TYPE_FLAG and id(base) not in self._classes:
                 self._classes[id(base)] = base
                 names = vars(base)
                 self._classes_of_libraries.append((names, tuple(names), tuple(names.values())))
         self._holding = None
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+    def watch_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Watch the metadata of the tensors that a program reads, and of all visited tensors."""
         known = {id(t): t for t in (*self.tensors.values(), *tensors) if type(t) in PLAIN}
-        self._looks, self._holding = Looks(known.values()), None
+        self._looks, self._holding = TensorMetadata(known.values()), None
 
     def watch_answer(self, question: Callable[[], Any]) -> None:
         """Watch the answer of a function that returns torch's state."""
-        self._answers[question] = answer(question)
+        self._answers[question] = ask_safely(question)
         self._holding = None
 
     def watch_kernels(self) -> None:
         """Watch the kernels that torch may choose, one of which the program has."""
-        self._others.append(functools.partial(may_take, kernels_allowed()))
+        self._others.append(functools.partial(allows_same_kernels, get_allowed_kernels()))
         self._holding = None
 
-    def _entries(self, names: Mapping[Any, Any]) -> None:
-        names = bare(names)
+    def _watch_entries(self, names: Mapping[Any, Any]) -> None:
+        names = view_raw_container(names)
         self._dicts.append((names, tuple(names), tuple(names.values())))
 
-    def _memory(self, value: Any) -> None:
+    def _watch_buffer(self, value: Any) -> None:
         """Watch the data of a numpy array or a Python buffer."""
-        data = numbers(value)
+        data = read_buffer(value)
         self._data.append((value, data))
-        if len(data[0]) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
+        if len(data[0]) > _MOST_BYTES or (is_ndarray(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"

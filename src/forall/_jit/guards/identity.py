@@ -5,7 +5,7 @@ NOTE [when two values are one]
     value has a key by its contents only if its class is an immutable one of Python's or torch's
     own, or a container of these: with the classes, and floats by their digits. Every other value
     has its identity as key, and is one of the `objects <Reading.objects>` for the guards, which
-    compare its contents. A class in C that guards cannot look into is `Unfit`.
+    compare its contents. A class in C that guards cannot look into is `UnfitArgument`.
 
     A container of a registered class is more than its children: it has a context, and may have
     attributes outside of it. Both are part of the key, as values.
@@ -36,19 +36,19 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.private_api import OpOverload, OpOverloadPacket
-from forall._core.python_state import Unwatched, is_no_users
-from forall._jit.guards.leaves import CACHED, VIEWS, WRAPPERS
+from forall._core.python_state import UnguardedState, is_not_users
+from forall._jit.guards.leaves import DICT_VIEWS, LRU_CACHE, WRAPPERS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
 
-class Unfit(Exception):  # noqa: N818 - no error: the call runs eagerly
+class UnfitArgument(Exception):  # noqa: N818 - no error: the call runs eagerly
     """Signal an argument that no program can be made for; the text is the reason."""
 
 
 # Values of these classes are the same if they are equal and of one class.
-EXACT = frozenset(
+EXACT_CLASSES = frozenset(
     {
         int,
         bool,
@@ -68,17 +68,17 @@ _FRACTIONAL = (float, complex)
 _SEQUENCES = (tuple, list, set, frozenset, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 # Classes in C that the guards look into, or that are immutable.
-_KNOWN = frozenset(
+_KNOWN_CLASSES = frozenset(
     {
         object,
         type,
-        *EXACT,
+        *EXACT_CLASSES,
         *_FRACTIONAL,
         *_SEQUENCES,
         *_DICTS,
-        *VIEWS,
+        *DICT_VIEWS,
         *WRAPPERS,
-        CACHED,
+        LRU_CACHE,
         ContextVar,
         ref,
         array.array,
@@ -122,10 +122,10 @@ _KNOWN = frozenset(
         torch.jit.ScriptFunction,
     }
 )
-_WORD = 8  # bytes of a pointer
+_POINTER_BYTES = 8  # bytes of a pointer
 
 
-class Reading:
+class KeyMaker:
     """A maker of keys. ``objects`` are the values keyed by identity, for the guards to watch.
 
     ``nodes`` are the containers that were visited; code may compare them by identity.
@@ -137,60 +137,64 @@ class Reading:
         self._places = {id(x): i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         self._met: dict[int, int] = {}
 
-    def value(self, x: Any) -> Any:
+    def make_key(self, x: Any) -> Any:
         """Return a hashable key that is equal for another value only if the two are the same."""
         kind: Any = type(x)
-        if kind in EXACT:
+        if kind in EXACT_CLASSES:
             return kind, x
         if kind in _FRACTIONAL:
             if x == x:  # noqa: PLR0124 - not nan, which Python's containers compare by identity
                 return kind, repr(x)
         elif kind is range or kind is slice:
-            return kind, self.value(x.start), self.value(x.stop), self.value(x.step)
+            return kind, self.make_key(x.start), self.make_key(x.stop), self.make_key(x.step)
         elif kind in _SEQUENCES or (kind in _DICTS and not getattr(x, "__dict__", None)):
-            return self._container(x)
+            return self._make_container_key(x)
         elif isinstance(x, torch.Tensor):
             if id(x) not in self._places:
-                raise Unfit("an argument that holds a tensor out of sight of its class's leaves")
+                raise UnfitArgument(
+                    "an argument that holds a tensor out of sight of its class's leaves"
+                )
             return torch.Tensor, self._places[id(x)]
-        elif _is_numpys_number(kind):
+        elif _is_numpy_number(kind):
             return kind, x.dtype.str, x.tobytes()
-        elif _is_of_an_object(x):  # each look-up makes a new bound method
-            self._looked_into(x.__self__)
+        elif _is_object_method(x):  # each look-up makes a new bound method
+            self._check_visible(x.__self__)
             self.objects += [x.__func__, x.__self__]
             return kind, id(x.__func__), id(x.__self__)
         else:
-            self._looked_into(x)
+            self._check_visible(x)
         self.objects.append(x)
         return kind, id(x)
 
-    def changes(self) -> bool:
+    def has_mutable(self) -> bool:
         """True if a mutable container was visited."""
-        return any(isinstance(x, _CHANGING) for x in self.nodes)
+        return any(isinstance(x, _MUTABLE_CONTAINERS) for x in self.nodes)
 
-    def leaf(self, x: Any) -> Any:
+    def make_leaf_key(self, x: Any) -> Any:
         """Return the key of a leaf of the arguments; a set has its identity as key."""
         if type(x) is not set:
-            return self.value(x)
+            return self.make_key(x)
         self.objects.append(x)
         return set, id(x)
 
-    def odd(self, node: Any, children: Sequence[Any], context: Any) -> Any:
+    def make_context_key(self, node: Any, children: Sequence[Any], context: Any) -> Any:
         """Return the key of a container's context and attributes, without its children."""
-        kept = self.value(context)
+        kept = self.make_key(context)
         kind = type(node)
         if kind in _DICTS and not getattr(node, "__dict__", None):
             return kept
-        state = _state(node)
+        state = _list_own_attributes(node)
         if not state:
             return kept
         mine = {id(child): i for i, child in enumerate(children)}
-        return kept, tuple([(n, mine.get(id(v), -1), self._unless(mine, v)) for n, v in state])
+        return kept, tuple(
+            [(n, mine.get(id(v), -1), self._make_key_unless(mine, v)) for n, v in state]
+        )
 
-    def _unless(self, known: dict[int, int], value: Any) -> Any:
-        return None if id(value) in known else self.value(value)
+    def _make_key_unless(self, known: dict[int, int], value: Any) -> Any:
+        return None if id(value) in known else self.make_key(value)
 
-    def _container(self, x: Any) -> Any:
+    def _make_container_key(self, x: Any) -> Any:
         known = self._met.get(id(x))
         if known is not None:  # met before, perhaps inside itself
             return type(x), "met", known
@@ -198,38 +202,42 @@ class Reading:
         self.nodes.append(x)
         found: list[Any] = [type(x), len(x)]
         if isinstance(x, dict):
-            found += map(self.value, x)
-            found += map(self.value, x.values())
+            found += map(self.make_key, x)
+            found += map(self.make_key, x.values())
             if type(x) is defaultdict:
-                found.append(self.value(x.default_factory))
+                found.append(self.make_key(x.default_factory))
         else:
-            found += map(self.value, x)  # sets have an order too
+            found += map(self.make_key, x)  # sets have an order too
             if type(x) is deque:
-                found.append(self.value(x.maxlen))
+                found.append(self.make_key(x.maxlen))
         return tuple(found)
 
-    def _looked_into(self, x: Any) -> None:
-        if _is_hidden(type(x)):
-            raise Unfit(f"an argument of class {type(x).__name__}, into which nobody can look")
+    def _check_visible(self, x: Any) -> None:
+        if _has_hidden_state(type(x)):
+            raise UnfitArgument(
+                f"an argument of class {type(x).__name__}, into which nobody can look"
+            )
         if isinstance(x, (dt.datetime, dt.time)) and x.tzinfo is not None:
-            self.value(x.tzinfo)
+            self.make_key(x.tzinfo)
 
 
-def _is_of_an_object(x: Any) -> bool:
+def _is_object_method(x: Any) -> bool:
     """True for a bound method of an object that has its identity as key."""
     if type(x) is not types.MethodType:
         return False
-    return not isinstance(x.__self__, (torch.Tensor, *EXACT, *_FRACTIONAL, *_SEQUENCES, *_DICTS))
+    return not isinstance(
+        x.__self__, (torch.Tensor, *EXACT_CLASSES, *_FRACTIONAL, *_SEQUENCES, *_DICTS)
+    )
 
 
-def _is_numpys_number(kind: type) -> bool:
+def _is_numpy_number(kind: type) -> bool:
     if kind.__module__ != "numpy":
         return False
     numpy = sys.modules["numpy"]
-    return issubclass(kind, (numpy.number, numpy.bool_, numpy.datetime64)) and is_no_users(kind)
+    return issubclass(kind, (numpy.number, numpy.bool_, numpy.datetime64)) and is_not_users(kind)
 
 
-def _state(node: Any) -> list[tuple[str, Any]]:
+def _list_own_attributes(node: Any) -> list[tuple[str, Any]]:
     """The attributes that an object has itself, in `__dict__` and in slots."""
     state = [*(getattr(node, "__dict__", None) or {}).items()]
     for kind in type(node).__mro__:
@@ -238,35 +246,37 @@ def _state(node: Any) -> list[tuple[str, Any]]:
     return state
 
 
-def _is_hidden(kind: type) -> bool:
+def _has_hidden_state(kind: type) -> bool:
     """True if objects of a class may have state in C that guards cannot see."""
     known = _hidden.get(kind)
     if known is None:
-        known = _hidden[kind] = not issubclass(kind, Unwatched) and any(map(_hides, kind.__mro__))
+        known = _hidden[kind] = not issubclass(kind, UnguardedState) and any(
+            map(_class_hides_state, kind.__mro__)
+        )
     return known
 
 
 _hidden: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
-def _hides(kind: type) -> bool:
+def _class_hides_state(kind: type) -> bool:
     """True if a class makes its objects larger than its attributes and slots explain."""
-    if kind in _KNOWN or _is_numpys(kind):
+    if kind in _KNOWN_CLASSES or _is_numpy_class(kind):
         return False
     if issubclass(kind, (BaseException, super)):
         return True
     numpy = sys.modules.get("numpy")
-    if numpy is not None and issubclass(kind, numpy.ndarray) and is_no_users(kind):
+    if numpy is not None and issubclass(kind, numpy.ndarray) and is_not_users(kind):
         return True  # a masked array, for example
     base = kind.__base__ or object
     shown = sum(type(found) is MemberDescriptorType for found in vars(kind).values())
     shown += ("__dict__" in vars(kind)) + ("__weakref__" in vars(kind))
-    return kind.__basicsize__ - base.__basicsize__ > _WORD * shown or (
+    return kind.__basicsize__ - base.__basicsize__ > _POINTER_BYTES * shown or (
         kind.__itemsize__ > base.__itemsize__
     )
 
 
-def _is_numpys(kind: type) -> bool:
+def _is_numpy_class(kind: type) -> bool:
     """True for a class of numpy's without hidden state: arrays, and immutable objects."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not kind.__module__.startswith("numpy") or kind is numpy.void:
@@ -275,7 +285,7 @@ def _is_numpys(kind: type) -> bool:
     return kind in (numpy.ndarray, numpy.matrix) or issubclass(kind, fixed)
 
 
-def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
+def outline_call(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
     """Return the leaves of a call, the outline of its arguments (their tree), and the containers.
 
     The outline also tells which containers are the same object, as ``a is b`` would. Bound methods
@@ -283,15 +293,15 @@ def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
     """
     if not kwargs and pytree.are_leaves(map(type, args)):
         return [*args], len(args), []
-    outline = pytree.Outline()
+    outline = pytree.TreeOutline()
     shape = (len(args), *outline.all(args))
     if kwargs:
-        shape += (outline.of(kwargs),)
+        shape += (outline.outline_node(kwargs),)
     leaves, nodes = outline.leaves, outline.nodes
-    nodes += filter(_is_of_an_object, leaves)
+    nodes += filter(_is_object_method, leaves)
     if outline.odd:
-        reading = Reading(leaves)
-        shape = (shape, *[reading.odd(*one) for one in outline.odd])
+        reading = KeyMaker(leaves)
+        shape = (shape, *[reading.make_context_key(*one) for one in outline.odd])
         nodes += reading.nodes
     if len(nodes) > 1 and len({*map(id, nodes)}) < len(nodes):
         places = [*map(id, nodes)]
@@ -299,21 +309,21 @@ def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
     return leaves, shape, nodes
 
 
-def objects_of(args: tuple, kwargs: dict) -> list[Any]:
+def find_keyed_objects(args: tuple, kwargs: dict) -> list[Any]:
     """The arguments of a call that are keyed by identity, and container classes of the user's."""
-    outline = pytree.Outline()
-    outline.of((args, kwargs))
-    reading = Reading(outline.leaves)
+    outline = pytree.TreeOutline()
+    outline.outline_node((args, kwargs))
+    reading = KeyMaker(outline.leaves)
     for one in outline.odd:
-        reading.odd(*one)
+        reading.make_context_key(*one)
     for leaf in outline.leaves:
         if not isinstance(leaf, torch.Tensor):
-            reading.leaf(leaf)
-    classes = pytree.classes(pytree.flatten((args, kwargs))[1])
-    return [*reading.objects, *[kind for kind in classes if not is_no_users(kind)]]
+            reading.make_leaf_key(leaf)
+    classes = pytree.find_classes(pytree.flatten((args, kwargs))[1])
+    return [*reading.objects, *[kind for kind in classes if not is_not_users(kind)]]
 
 
-def unlike_others(
+def find_result_problem(
     result: Any, leaves: list[Any], spec: Any, known: Container[int], given: Sequence[Any] | None
 ) -> str | None:
     """The reason why a program cannot make a call's result; None where it can.
@@ -325,38 +335,45 @@ def unlike_others(
         if isinstance(x, torch.Tensor):
             if id(x) not in known and (vars(x) or type(x) is torch.nn.Parameter):
                 return "a result with attributes, or one that is a Parameter"
-        elif not _is_word(x):
+        elif not _is_constant_value(x):
             return f"a result of class {type(x).__name__}"
-    outline, reading = pytree.Outline(), Reading(leaves)
-    told = outline.of(result), [reading.odd(*one) for one in outline.odd]
+    outline, reading = pytree.TreeOutline(), KeyMaker(leaves)
+    told = outline.outline_node(result), [reading.make_context_key(*one) for one in outline.odd]
     for x in reading.objects:
-        if id(x) not in known and not _is_for_good(x):
+        if id(x) not in known and not _is_permanent(x):
             return f"a result that holds an object of class {type(x).__name__}"
     if outline.odd:
-        again, other = pytree.Outline(), Reading(leaves)
-        made = again.of(pytree.unflatten(leaves, pytree.fresh(spec)))
-        if (made, [other.odd(*one) for one in again.odd]) != told:
+        again, other = pytree.TreeOutline(), KeyMaker(leaves)
+        made = again.outline_node(pytree.unflatten(leaves, pytree.copy_contexts(spec)))
+        if (made, [other.make_context_key(*one) for one in again.odd]) != told:
             return "a result that is more than its leaves"
     if given is None:
         return None
-    changing = [id(x) for x in (*outline.nodes, *reading.nodes) if isinstance(x, _CHANGING)]
+    changing = [
+        id(x) for x in (*outline.nodes, *reading.nodes) if isinstance(x, _MUTABLE_CONTAINERS)
+    ]
     before = {*map(id, given)}
     if len({*changing}) < len(changing) or any(x in before or x in known for x in changing):
         return "a result that holds a list or dict twice, or one that was there before"
     return None
 
 
-_CHANGING = (list, dict, set, deque)
+_MUTABLE_CONTAINERS = (list, dict, set, deque)
 
 
-def _is_word(x: Any) -> bool:
+def _is_constant_value(x: Any) -> bool:
     """True for an immutable value that a program can return in each call."""
     kind = type(x)
-    return kind in EXACT or kind in _FRACTIONAL or _is_numpys_number(kind) or isinstance(x, Enum)
+    return (
+        kind in EXACT_CLASSES
+        or kind in _FRACTIONAL
+        or _is_numpy_number(kind)
+        or isinstance(x, Enum)
+    )
 
 
-def _is_for_good(x: Any) -> bool:
+def _is_permanent(x: Any) -> bool:
     """True if an object is the same in each call: a definition of a module's, or our own."""
     if isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
         return "<locals>" not in x.__qualname__ and "<lambda>" not in x.__qualname__
-    return type(x).__module__.partition(".")[0] == "forall" or _is_word(x)
+    return type(x).__module__.partition(".")[0] == "forall" or _is_constant_value(x)

@@ -8,23 +8,23 @@ from importlib.util import resolve_name
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from forall._core.python_state import is_library
+from forall._core.python_state import is_library_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import CodeType, FunctionType
 
-    from forall._jit.tracing.coverage import Everything
+    from forall._jit.tracing.coverage import FullCoverage
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _BETWEEN = frozenset({"SWAP", "POP_TOP"})  # within `import a.b as c`, and after `from a import b`
 
 
-def imported(func: FunctionType, ran: Everything) -> dict[CodeType, Imports]:
+def find_imports(func: FunctionType, ran: FullCoverage) -> dict[CodeType, ImportReader]:
     """Return the imports of a function's code, and of functions nested in it, by code object."""
     return {
-        code: Imports(ran.instructions(code), func.__globals__, libraries=False)
-        for code in ran.inner(func.__code__)
+        code: ImportReader(ran.list_instructions(code), func.__globals__, libraries=False)
+        for code in ran.walk_inner_codes(func.__code__)
         if has_imports(code)
     }
 
@@ -34,7 +34,7 @@ def has_imports(code: CodeType) -> bool:
     return _IMPORT in code.co_code[::2]
 
 
-class Imports:
+class ImportReader:
     """The imports in a function's instructions; ``why`` is the reason if any is not certain.
 
     ``modules`` maps variables to modules, and ``taken`` lists the names imported from modules. With
@@ -54,10 +54,10 @@ class Imports:
         for i in instructions:
             if i.opname == "IMPORT_NAME":
                 wanted = constant
-                name = self._absolute(i.argval, level)
-                module = found = self._module(name, whole=bool(wanted or level))
+                name = self._resolve_module_name(i.argval, level)
+                module = found = self._find_module(name, whole=bool(wanted or level))
             elif i.opname == "IMPORT_FROM" and isinstance(module, ModuleType):
-                found = self._taken(module, i.argval)
+                found = self._take_name(module, i.argval)
                 module = module if wanted else found
             elif i.opname == "STORE_FAST" and isinstance(found, ModuleType):
                 if self.modules.setdefault(i.argval, found) is not found:
@@ -73,17 +73,17 @@ class Imports:
         if not others.isdisjoint(self.modules):
             self.why = f"gives {', '.join(others & self.modules.keys())} other values than a module"
 
-    def _absolute(self, name: str, level: Any) -> str:
+    def _resolve_module_name(self, name: str, level: Any) -> str:
         return resolve_name("." * level + name, self._package) if level and self._package else name
 
-    def _module(self, name: str, *, whole: bool) -> Any:
+    def _find_module(self, name: str, *, whole: bool) -> Any:
         there = sys.modules.get(name)
-        if there is None or (self._libraries and not is_library(name)):
+        if there is None or (self._libraries and not is_library_module(name)):
             self.why = f"uses import {name}"
             return None
         self.found.append((name, there))
         return there if whole else sys.modules.get(name.partition(".")[0])
 
-    def _taken(self, module: ModuleType, name: str) -> Any:
+    def _take_name(self, module: ModuleType, name: str) -> Any:
         self.taken.append((module, name))
         return getattr(module, name, None)

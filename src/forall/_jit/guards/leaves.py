@@ -30,22 +30,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from forall._compat.ambient_settings import kernels_allowed
+from forall._compat.ambient_settings import get_allowed_kernels
 from forall._compat.pure_functions import WORDS
-from forall._core.python_state import Weakly, is_no_users
+from forall._core.python_state import WeakBox, is_not_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from weakref import ReferenceType
 
-    from forall._jit.guards.attribute_names import Names
+    from forall._jit.guards.attribute_names import AttributeNames
 
 _MOST = 10_000  # objects that are followed
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
-TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # do not influence results
-MUTABLE = 1 << 9  # the flag of a class that is not defined in C
-CACHED = functools._lru_cache_wrapper
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+LOGGING_CLASSES = (
+    logging.Logger,
+    logging.Handler,
+    logging.LoggerAdapter,
+)  # do not influence results
+HEAP_TYPE_FLAG = 1 << 9  # the flag of a class that is not defined in C
+LRU_CACHE = functools._lru_cache_wrapper
+DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 WRAPPERS = (
     MethodType,
     staticmethod,
@@ -60,16 +64,16 @@ WRAPPERS = (
 LEAVES = (*WORDS, RemovableHandle)  # hooks are visited in the object that has them
 
 
-def is_hint(value: Any) -> bool:
+def is_type_hint(value: Any) -> bool:
     """True for a type hint."""
     return type(value).__module__ == "typing" or isinstance(value, GenericAlias)
 
 
-_MOVING = ("__next__", "__anext__", "send")
+_ITERATOR_METHODS = ("__next__", "__anext__", "send")
 _IN_C = (WrapperDescriptorType, MethodDescriptorType)
 
 
-def is_moved_on(value: Any) -> bool:
+def is_c_iterator(value: Any) -> bool:
     """True for an iterator in C, whose position cannot be seen: to read from it would advance it.
 
     The process's own input, to which libraries lead, and files open for writing are left out.
@@ -82,10 +86,12 @@ def is_moved_on(value: Any) -> bool:
     ):
         return False
     kinds = type(value).__mro__
-    return any(isinstance(vars(kind).get(name), _IN_C) for kind in kinds for name in _MOVING)
+    return any(
+        isinstance(vars(kind).get(name), _IN_C) for kind in kinds for name in _ITERATOR_METHODS
+    )
 
 
-def held(value: Any) -> list[Any] | None:
+def list_contents(value: Any) -> list[Any] | None:
     """The contents of a slice or an `itemgetter`, which are immutable; None for another object."""
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
@@ -94,35 +100,35 @@ def held(value: Any) -> list[Any] | None:
     return None
 
 
-def parts_of_hint(value: Any) -> dict[str, Any]:
+def get_hint_parts(value: Any) -> dict[str, Any]:
     """The parts of a type hint, by the names with which code asks for them."""
     parts = {name: getattr(value, name, ()) for name in ("__args__", "__metadata__")}
     return {**parts, "get_args": (*parts.values(),)}
 
 
-def is_of_environment(value: Any) -> bool:
+def is_environment(value: Any) -> bool:
     """True for `os.environ` and `os.getenv`, whose variables are watched."""
     return value is os.environ or value is os.getenv
 
 
-def answer(question: Callable[[], Any]) -> Any:
+def ask_safely(question: Callable[[], Any]) -> Any:
     try:
         return question()
     except Exception as error:  # noqa: BLE001 - of a torch without such devices
         return type(error)
 
 
-def may_take(kernels: tuple) -> bool:
-    return kernels_allowed() == kernels
+def allows_same_kernels(kernels: tuple) -> bool:
+    return get_allowed_kernels() == kernels
 
 
-def has_none(weakly: Weakly, names: frozenset[str]) -> bool:
+def lacks_names(weakly: WeakBox, names: frozenset[str]) -> bool:
     return names.isdisjoint(vars(weakly.of()))
 
 
-def leads_to(wanted: set[int], held: Mapping[int, Any]) -> bool:
+def can_reach_ids(wanted: set[int], held: Mapping[int, Any]) -> bool:
     """True if the garbage collector's graph leads from what is held to one of these ids."""
-    left, seen = [x for x in held.values() if not isinstance(x, Weakly)], set()
+    left, seen = [x for x in held.values() if not isinstance(x, WeakBox)], set()
     while left:
         x = left.pop()
         if id(x) in wanted or len(seen) > _MOST:
@@ -138,42 +144,42 @@ def leads_to(wanted: set[int], held: Mapping[int, Any]) -> bool:
     return False
 
 
-def is_array(value: Any) -> bool:
+def is_ndarray(value: Any) -> bool:
     return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
 
 
-def numbers(value: Any) -> tuple:
+def read_buffer(value: Any) -> tuple:
     """The data of an array or buffer as bytes, with an array's shape, dtype and strides."""
     if isinstance(value, bytearray):
         return (bytes(value),)
-    how = (value.shape, value.dtype, value.strides) if is_array(value) else ()
+    how = (value.shape, value.dtype, value.strides) if is_ndarray(value) else ()
     return (value.tobytes(), *how)
 
 
-def has_numbers(value: Any) -> bool:
-    return isinstance(value, (bytearray, memoryview, array.array)) or is_array(value)
+def is_buffer(value: Any) -> bool:
+    return isinstance(value, (bytearray, memoryview, array.array)) or is_ndarray(value)
 
 
-def kept(func: Any) -> list[Any]:
+def list_cached(func: Any) -> list[Any]:
     """The objects in an `lru_cache`, without its own classes and its dict of links."""
     found = gc.get_referents(func)
-    found = [x for x in found if not (isinstance(x, type) and is_no_users(x))]
-    return [x for x in found if not (type(x) is dict and any(map(_is_link, x.values())))]
+    found = [x for x in found if not (isinstance(x, type) and is_not_users(x))]
+    return [x for x in found if not (type(x) is dict and any(map(_is_cache_link, x.values())))]
 
 
-def keeping(func: Any) -> Callable[[], bool]:
+def make_cache_test(func: Any) -> Callable[[], bool]:
     """Return a test that an `lru_cache` holds what it holds now; if so, it calls no function."""
-    info, held = func.cache_info(), {*map(id, kept(func))}
+    info, held = func.cache_info(), {*map(id, list_cached(func))}
 
-    def same() -> bool:
+    def is_unchanged() -> bool:
         now = func.cache_info()  # an entry may have been dropped and computed again
         counts = (now.misses, now.currsize) == (info.misses, info.currsize)
-        return counts and {*map(id, kept(func))} == held
+        return counts and {*map(id, list_cached(func))} == held
 
-    return same
+    return is_unchanged
 
 
-def _is_link(value: Any) -> bool:
+def _is_cache_link(value: Any) -> bool:
     return type(value).__name__ == "_lru_list_elem"
 
 
@@ -181,28 +187,28 @@ def is_alive(reference: ReferenceType, *, wanted: bool = True) -> bool:
     return (reference() is not None) is wanted
 
 
-def is_in_class(func: FunctionType) -> bool:
+def is_method_def(func: FunctionType) -> bool:
     """True if a function is defined in a class body."""
     home = func.__qualname__.rpartition(".")[0]
     return bool(home) and not home.endswith("<locals>")
 
 
-def is_leaf(value: Any) -> bool:
+def is_plain_constant(value: Any) -> bool:
     """True for a constant of a built-in class; a user's subclass may have attributes."""
     if not isinstance(value, LEAVES):
         return False
-    return type(value) in LEAVES or is_no_users(type(value))
+    return type(value) in LEAVES or is_not_users(type(value))
 
 
-def is_derived(value: Any) -> bool:
+def may_have_attributes(value: Any) -> bool:
     """True for a container, wrapper or array of a subclass, which may have attributes too."""
     kind = type(value)
     if isinstance(value, CONTAINERS):
         return kind not in CONTAINERS
-    return (isinstance(value, WRAPPERS) or has_numbers(value)) and not is_no_users(kind)
+    return (isinstance(value, WRAPPERS) or is_buffer(value)) and not is_not_users(kind)
 
 
-def wrapped(value: Any, asked: Names) -> Iterator[Any]:
+def find_wrapped(value: Any, asked: AttributeNames) -> Iterator[Any]:
     """The function in a wrapper (partial, property, bound method ...), and what belongs to it."""
     if isinstance(value, functools.partial):
         return iter([value.func, value.args, value.keywords, vars(value)])
@@ -216,8 +222,8 @@ def wrapped(value: Any, asked: Names) -> Iterator[Any]:
         return iter([value.__self__])
     if isinstance(value, BuiltinFunctionType):
         if value is pickle.dumps:  # it calls functions that are registered for a class
-            return chain([copyreg.dispatch_table], asked.by(value))
+            return chain([copyreg.dispatch_table], asked.release_for_value(value))
         alone = isinstance(value.__self__, ModuleType)
-        return chain([] if alone else [value.__self__], asked.by(value))
-    more = asked.by_class() if type(value) is classmethod else ()
+        return chain([] if alone else [value.__self__], asked.release_for_value(value))
+    more = asked.release_makers() if type(value) is classmethod else ()
     return chain([value.__func__, getattr(value, "__self__", None)], more)

@@ -11,16 +11,16 @@ import functools
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from forall._core.code_table import codes_of
+from forall._core.code_table import walk_codes
 from forall._core.python_state import (
-    contents,
-    home_of,
+    cell_contents_of,
     instructions_of,
-    is_no_users,
-    is_none_by_name,
+    is_not_users,
+    is_not_users_module,
+    module_name_of,
 )
-from forall._jit.guards.attribute_names import SKIPPED
-from forall._jit.guards.module_names import ways
+from forall._jit.guards.attribute_names import SKIPPED_OPS
+from forall._jit.guards.module_names import find_dotted_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,66 +53,68 @@ _REGISTERS = ("register_", "private_register_")
 
 def is_followed(func: FunctionType) -> bool:
     """True if the guards follow the names in the code of a library's function."""
-    home = home_of(func)
+    home = module_name_of(func)
     if home.partition(".")[0] not in _HOMES or home.startswith(_AROUND):
         return False
     return not func.__name__.lstrip("_").startswith(_REGISTERS)
 
 
-def asked_names(func: FunctionType) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def find_named_globals(func: FunctionType) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the namespace, the name and the value of each global that a function's code names."""
     home = func.__globals__
-    for way in _ways(func.__code__):
+    for way in _collect_dotted_names(func.__code__):
         names = home
         for name in way:
             if name not in names:
                 break
             value = names[name]
             yield names, name, value
-            if not isinstance(value, ModuleType) or not is_none_by_name(value.__name__):
+            if not isinstance(value, ModuleType) or not is_not_users_module(value.__name__):
                 break
             names = vars(value)
 
 
-def inner_functions(func: FunctionType) -> Iterator[FunctionType]:
+def find_inner_functions(func: FunctionType) -> Iterator[FunctionType]:
     """The functions in the closure of a library's function, and the one that it wraps."""
-    held = [*map(contents, func.__closure__ or ()), vars(func).get("__wrapped__")]
+    held = [*map(cell_contents_of, func.__closure__ or ()), vars(func).get("__wrapped__")]
     yield from (value for value in held if isinstance(value, FunctionType))
 
 
-def of_users(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def select_users_entries(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """The entries of a library's registry whose values are not the library's own."""
-    return [(key, value) for key, value in entries if not _is_librarys(value)]
+    return [(key, value) for key, value in entries if not _is_library_value(value)]
 
 
-def classes_in(key: Any) -> list[type]:
+def find_key_classes(key: Any) -> list[type]:
     """The user's classes in the key of an entry of a library's registry."""
     parts = key if isinstance(key, tuple) else (key,)
-    return [part for part in parts if isinstance(part, type) and not is_no_users(part)]
+    return [part for part in parts if isinstance(part, type) and not is_not_users(part)]
 
 
-def _is_librarys(value: Any) -> bool:
+def _is_library_value(value: Any) -> bool:
     if isinstance(value, (FunctionType, type)):
-        return is_no_users(value)
+        return is_not_users(value)
     if isinstance(value, tuple):
-        return all(map(_is_librarys, value))
+        return all(map(_is_library_value, value))
     if isinstance(value, ModuleType):
-        return is_none_by_name(value.__name__)
+        return is_not_users_module(value.__name__)
     if isinstance(value, (MethodType, functools.partial)):
-        return all(map(_is_librarys, _made_of(value)))
-    return is_no_users(type(value))
+        return all(map(_is_library_value, _list_parts(value)))
+    return is_not_users(type(value))
 
 
-def _made_of(value: MethodType | functools.partial) -> tuple:
+def _list_parts(value: MethodType | functools.partial) -> tuple:
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
     return value.func, *value.args, *value.keywords.values()
 
 
 @functools.lru_cache(maxsize=4096)
-def _ways(code: CodeType) -> tuple[tuple[str, ...], ...]:
+def _collect_dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
     found = {}
-    for inner in codes_of(code):
-        instructions = [i for i in instructions_of(inner) if i.opname not in SKIPPED]
-        found.update(dict.fromkeys(tuple(way) for way in ways(instructions, ()) if way[0]))
+    for inner in walk_codes(code):
+        instructions = [i for i in instructions_of(inner) if i.opname not in SKIPPED_OPS]
+        found.update(
+            dict.fromkeys(tuple(way) for way in find_dotted_names(instructions, ()) if way[0])
+        )
     return (*found,)

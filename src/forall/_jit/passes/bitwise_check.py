@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.dispatch_state import is_autocast, without_autocast, without_history
+from forall._compat.dispatch_state import disable_autocast, is_autocast, without_history
 from forall._compat.exception_safety import contextmanager
-from forall._jit.cache.call_key import ambient
-from forall._jit.graph import with_refs
-from forall._jit.passes.cse import frozen
+from forall._jit.cache.call_key import read_torch_state
+from forall._jit.graph import map_refs
+from forall._jit.passes.cse import freeze_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from forall._jit.graph import Layout, Node, Value
+    from forall._jit.graph import Layout, OpNode, Value
 
 _ENTRIES = 256  # the fewest entries, of each operand and of the result, in all trials
 _TRIALS = 32  # the most trials; where they would have too few entries, the answer is no
@@ -33,7 +33,7 @@ _MOST = 1 << 16  # entries of the largest tensor in a trial, which computes both
 _CPU = torch.device("cpu")
 
 
-def can_be_tried(values: Sequence[Value], nodes: Sequence[Node]) -> bool:
+def can_try_bits(values: Sequence[Value], nodes: Sequence[OpNode]) -> bool:
     """True if these operators have small floating-point tensors on the CPU alone."""
     layouts = [values[n].layout for node in nodes for n in (*node.reads(), *node.makes())]
     return all(
@@ -41,25 +41,25 @@ def can_be_tried(values: Sequence[Value], nodes: Sequence[Node]) -> bool:
     )
 
 
-def same_bits(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> bool:
+def have_same_bits(values: Sequence[Value], old: Sequence[OpNode], new: Sequence[OpNode]) -> bool:
     """True if trials of ``old`` and of ``new`` give the same bits as their last result."""
-    if not can_be_tried(values, (*old, *new)):
+    if not can_try_bits(values, (*old, *new)):
         return False
     try:
-        key = _key(values, old, new)
+        key = _make_trial_key(values, old, new)
     except TypeError:
-        return _tried(values, old, new)
+        return _run_trials(values, old, new)
     if key not in _known:
         if len(_known) >= _KEPT:
             _known.clear()
-        _known[key] = _tried(values, old, new)
+        _known[key] = _run_trials(values, old, new)
     return _known[key]
 
 
 _known: dict[Any, bool] = {}
 
 
-def _key(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> Any:
+def _make_trial_key(values: Sequence[Value], old: Sequence[OpNode], new: Sequence[OpNode]) -> Any:
     """The key of a trial: operators, layouts, threads, and the state of torch."""
     numbers: dict[int, int] = {}
 
@@ -67,13 +67,13 @@ def _key(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> A
         return numbers.setdefault(n, len(numbers)), values[n].layout
 
     lines = [
-        (node.op, frozen((node.args, node.kwargs), of_value), of_value(node.outs))
+        (node.op, freeze_arguments((node.args, node.kwargs), of_value), of_value(node.outs))
         for node in (*old, *new)
     ]
-    return len(old), *lines, torch.get_num_threads(), ambient()
+    return len(old), *lines, torch.get_num_threads(), read_torch_state()
 
 
-def _tried(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> bool:
+def _run_trials(values: Sequence[Value], old: Sequence[OpNode], new: Sequence[OpNode]) -> bool:
     made = {n for node in (*old, *new) for n in node.makes()}
     given = {n for node in (*old, *new) for n in node.reads()} - made
     layouts = {n: values[n].layout for n in given}
@@ -82,23 +82,23 @@ def _tried(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) ->
     if trials > _TRIALS:
         return False
     random = torch.Generator().manual_seed(0)
-    with alone():
+    with disable_grad_and_casts():
         for _ in range(trials):
-            env = {n: _at_random(layout, random) for n, layout in layouts.items()}
-            if not torch.equal(*(_run(nodes, env) for nodes in (old, new))):
+            env = {n: _make_random(layout, random) for n, layout in layouts.items()}
+            if not torch.equal(*(_run_nodes(nodes, env) for nodes in (old, new))):
                 return False
     return True
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def disable_grad_and_casts() -> Iterator[None]:
     """Return a context within which operators run without autograd and autocast."""
     with without_history(), torch.no_grad():
-        with without_autocast() if is_autocast() else nullcontext():
+        with disable_autocast() if is_autocast() else nullcontext():
             yield
 
 
-def _at_random(layout: Layout, random: torch.Generator) -> torch.Tensor:
+def _make_random(layout: Layout, random: torch.Generator) -> torch.Tensor:
     shape, strides, offset, dtype, *_ = layout
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     # Random doubles, cast if need be: entries with few bits would have exact products.
@@ -106,9 +106,9 @@ def _at_random(layout: Layout, random: torch.Generator) -> torch.Tensor:
     return memory.as_strided(shape, strides, offset)
 
 
-def _run(nodes: Sequence[Node], given: dict[int, torch.Tensor]) -> torch.Tensor:
+def _run_nodes(nodes: Sequence[OpNode], given: dict[int, torch.Tensor]) -> torch.Tensor:
     env = dict(given)
     for node in nodes:
-        args, kwargs = (with_refs(a, lambda r: env[r.n]) for a in (node.args, node.kwargs))
+        args, kwargs = (map_refs(a, lambda r: env[r.n]) for a in (node.args, node.kwargs))
         env[node.outs] = node.op(*args, **kwargs)
     return env[nodes[-1].outs].contiguous().view(torch.uint8)

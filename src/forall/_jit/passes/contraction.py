@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._jit.graph import Layout, Node, Ref
-from forall._jit.passes.view_chains import only_views
+from forall._jit.graph import Layout, OpNode, Ref
+from forall._jit.passes.view_chains import is_pure_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ _SLOPES = {
     aten.div.Tensor,
 }
 # Operators that compute the product with their slope at 1, so that product has the same bits.
-OF_ONE = {aten.tanh_backward.default}
+SLOPE_AT_ONE = {aten.tanh_backward.default}
 _COPIES = {
     aten.clone.default: 1,
     aten.contiguous.default: 1,
@@ -60,10 +60,10 @@ class Factor(NamedTuple):
     rest: tuple = ()  # the operator's other arguments
 
 
-class Product:
+class Contraction:
     """One product of matrices or sum as a contraction of factors, and the operators it replaces."""
 
-    def __init__(self, program: Program, node: Node, makers: Makers) -> None:
+    def __init__(self, program: Program, node: OpNode, makers: DefUseMap) -> None:
         self.program, self.makers = program, makers
         self.sizes: list[int] = []
         self.parts: dict[int, list[int]] = {}
@@ -71,29 +71,31 @@ class Product:
         self.steps = 0
         self.nodes, self.is_sum = [node], node.op in SUMS
         shapes = [program.values[n].layout.shape for n in node.reads()]
-        *given, out, summed = _summed(node, len(shapes[0]))
+        *given, out, summed = _name_dims(node, len(shapes[0]))
         dims: dict[Any, list[int]] = {}
         for names, shape in zip(given, shapes, strict=True):
-            dims |= {d: self._atom(size) for d, size in zip(names, shape, strict=True)}
+            dims |= {d: self._new_atoms(size) for d, size in zip(names, shape, strict=True)}
         ends = []
         for names, n in zip(given, node.reads(), strict=True):
-            self._expand(n, [dims[d] for d in names], alone=True)
+            self._add_factors(n, [dims[d] for d in names], alone=True)
             ends.append(len(self.factors))
         self.out, self.summed = (
-            [a for d in ds for a in self.whole(dims[d])] for ds in (out, summed)
+            [a for d in ds for a in self.expand_atoms(dims[d])] for ds in (out, summed)
         )
-        self.factors = [f._replace(dims=[*map(self.whole, f.dims)]) for f in self.factors]
+        self.factors = [f._replace(dims=[*map(self.expand_atoms, f.dims)]) for f in self.factors]
         self.halves: Halves = self.factors[: ends[0]], self.factors[ends[0] :]  # of the operands
 
-    def _atom(self, size: int) -> list[int]:
+    def _new_atoms(self, size: int) -> list[int]:
         self.sizes.append(size)
         return [len(self.sizes) - 1] if size > 1 else []
 
-    def whole(self, atoms: Sequence[int]) -> list[int]:
+    def expand_atoms(self, atoms: Sequence[int]) -> list[int]:
         """The atoms of a dim, with atoms that were split replaced by their parts."""
-        return [b for a in atoms for b in (self.whole(self.parts[a]) if a in self.parts else [a])]
+        return [
+            b for a in atoms for b in (self.expand_atoms(self.parts[a]) if a in self.parts else [a])
+        ]
 
-    def _expand(self, n: int, dims: Dims, *, alone: bool) -> None:
+    def _add_factors(self, n: int, dims: Dims, *, alone: bool) -> None:
         """Add the factors of a value; with ``alone``, no operator outside the product reads it."""
         self.steps += 1
         # With more steps there are more factors than any order that is tried has.
@@ -102,53 +104,53 @@ class Product:
         alone = alone and self.makers.readers[n] == 1
         if node is not None and self.makers.is_view(node):
             m = node.args[0].n
-            before = self._before(values[n].layout, values[m].layout, dims)
+            before = self._find_base_dims(values[n].layout, values[m].layout, dims)
             if before is not None:
-                return self._expand(m, before, alone=alone)
+                return self._add_factors(m, before, alone=alone)
         elif node is not None and node.op in _COPIES:
             if alone:
                 self.nodes.append(node)
-            return self._expand(node.args[0].n, dims[:: _COPIES[node.op]], alone=alone)
-        elif node is not None and alone and self._multiply(node, dims):
+            return self._add_factors(node.args[0].n, dims[:: _COPIES[node.op]], alone=alone)
+        elif node is not None and alone and self._add_multiplication(node, dims):
             return None
         self.factors.append(Factor(Ref(n), dims))
         return None
 
-    def _multiply(self, node: Node, dims: Dims) -> bool:
+    def _add_multiplication(self, node: OpNode, dims: Dims) -> bool:
         """Add the factors of a pointwise multiplication; return False for another operator."""
         if node.kwargs or not (node.op is aten.mul.Tensor or node.op in _SLOPES):
-            return node.op is aten.neg.default and self._negate(node, dims)
+            return node.op is aten.neg.default and self._add_negation(node, dims)
         x, y, *rest = node.args
-        if type(x) is not Ref or not self._fits(node):
+        if type(x) is not Ref or not self._is_uniform(node):
             return False
         self.nodes.append(node)
-        self._expand(x.n, self._of(x, dims), alone=True)
+        self._add_factors(x.n, self._find_operand_dims(x, dims), alone=True)
         if type(y) is not Ref:
             self.factors.append(Factor(y, [], node.op, tuple(rest)))
         elif node.op is aten.mul.Tensor:
-            self._expand(y.n, self._of(y, dims), alone=True)
+            self._add_factors(y.n, self._find_operand_dims(y, dims), alone=True)
         else:
-            self.factors.append(Factor(y, self._of(y, dims), node.op, tuple(rest)))
+            self.factors.append(Factor(y, self._find_operand_dims(y, dims), node.op, tuple(rest)))
         return True
 
-    def _negate(self, node: Node, dims: Dims) -> bool:
+    def _add_negation(self, node: OpNode, dims: Dims) -> bool:
         self.nodes.append(node)
         self.factors.append(Factor(-1, []))
-        self._expand(node.args[0].n, dims, alone=True)
+        self._add_factors(node.args[0].n, dims, alone=True)
         return True
 
-    def _fits(self, node: Node) -> bool:
+    def _is_uniform(self, node: OpNode) -> bool:
         """True if operands and result agree in dtype, device, and lazy conj and neg bits."""
         layouts = [self.program.values[n].layout for n in (*node.reads(), node.outs)]
         return len({(x.dtype, x.device, x.conj, x.neg) for x in layouts}) == 1
 
-    def _of(self, operand: Ref, dims: Dims) -> Dims:
+    def _find_operand_dims(self, operand: Ref, dims: Dims) -> Dims:
         """The dims of an operand that is broadcast to ``dims``."""
         shape = self.program.values[operand.n].layout.shape
         last = dims[len(dims) - len(shape) :]
         return [d if n > 1 else [] for d, n in zip(last, shape, strict=True)]
 
-    def _before(self, view: Layout, given: Layout, dims: Dims) -> Dims | None:
+    def _find_base_dims(self, view: Layout, given: Layout, dims: Dims) -> Dims | None:
         """The dims of a view's base by its strides, or None where the view leaves entries out.
 
         A view's dim is made of parts of the base's dims. A part of size q of a dim with stride s
@@ -161,7 +163,7 @@ class Product:
             spots, here = [], stride
             rest = size
             while rest > 1:
-                i = _meeting(given, here)
+                i = _find_stride_dim(given, here)
                 if i is None:
                     return None
                 f = here // given.strides[i]
@@ -170,14 +172,14 @@ class Product:
                     return None
                 spots.append((i, f, q))
                 rest, here = rest // q, here * q
-            parts = self._cut(self.whole(atoms), [q for *_, q in spots])
+            parts = self._split_atoms(self.expand_atoms(atoms), [q for *_, q in spots])
             if parts is None:
                 return None
             for (i, f, _), part in zip(spots, parts, strict=True):
                 found.setdefault(i, []).append((f, part))
-        return self._joined(given, found)
+        return self._join_parts(given, found)
 
-    def _joined(self, given: Layout, found: dict) -> Dims | None:
+    def _join_parts(self, given: Layout, found: dict) -> Dims | None:
         dims: Dims = []
         for i, size in enumerate(given.shape):
             parts, reach = sorted(found.get(i, [])), 1
@@ -190,7 +192,7 @@ class Product:
             dims.append([a for _, part in reversed(parts) for a in part])
         return dims
 
-    def _cut(self, atoms: list[int], sizes: list[int]) -> list[list[int]] | None:
+    def _split_atoms(self, atoms: list[int], sizes: list[int]) -> list[list[int]] | None:
         """Split atoms, outermost first, into parts of these sizes, innermost part first.
 
         None where a size is not a product of atoms and of parts of one.
@@ -205,7 +207,7 @@ class Product:
                     part.insert(0, a)
                     size //= have
                 elif have % size == 0:
-                    outer, inner = self._atom(have // size), self._atom(size)
+                    outer, inner = self._new_atoms(have // size), self._new_atoms(size)
                     self.parts[a] = outer + inner
                     part[:0] = inner
                     atoms += outer
@@ -216,7 +218,7 @@ class Product:
         return parts
 
 
-def _meeting(given: Layout, stride: int) -> int | None:
+def _find_stride_dim(given: Layout, stride: int) -> int | None:
     """The dim along which a step of ``stride`` entries goes, None if there is none."""
     for i, (n, s) in enumerate(zip(given.shape, given.strides, strict=True)):
         if n > 1 and s and stride % s == 0 and stride // s < n and n % (stride // s) == 0:
@@ -224,7 +226,7 @@ def _meeting(given: Layout, stride: int) -> int | None:
     return None
 
 
-def _summed(node: Node, rank: int) -> tuple[Sequence, ...]:
+def _name_dims(node: OpNode, rank: int) -> tuple[Sequence, ...]:
     """Names for the dims of the operands, of the result, and for the dims that are summed over."""
     if node.op not in SUMS:
         return (*CONTRACTIONS[node.op], "k")
@@ -233,42 +235,42 @@ def _summed(node: Node, rank: int) -> tuple[Sequence, ...]:
     return range(rank), [d for d in range(rank) if d not in summed], sorted(summed)
 
 
-class Makers:
+class DefUseMap:
     """The operator that makes each value of a program, and the number of its readers."""
 
     def __init__(self, program: Program) -> None:
         given = {*program.inputs, *program.captured, *program.constants}
-        self.of: dict[int, Node] = {}
+        self.of: dict[int, OpNode] = {}
         for node in program.nodes:  # the first: others return an alias of what there was
             if isinstance(node.outs, int) and node.outs not in given:
                 self.of.setdefault(node.outs, node)
         self.readers: Counter[int] = Counter()
         self._values = program.values
-        self._reading: dict[int, dict[int, Node]] = {}
+        self._reading: dict[int, dict[int, OpNode]] = {}
         self.outputs = [*program.outputs]
         self._left: dict[int, list[int]] = {}  # the places of each output
         for node in program.nodes:
-            self._reads(node)
+            self._add_reads(node)
         for place, n in enumerate(program.outputs):
             self.readers[n] += 2
             self._left.setdefault(n, []).append(place)
 
-    def _reads(self, node: Node) -> None:
+    def _add_reads(self, node: OpNode) -> None:
         for n in {*node.reads()}:
             self.readers[n] += 1
             self._reading.setdefault(n, {})[id(node)] = node
 
-    def replace(self, node: Node, others: Sequence[Node], result: int) -> None:
+    def replace_node(self, node: OpNode, others: Sequence[OpNode], result: int) -> None:
         """Replace an operator by others, and its result by their ``result`` in all readers."""
         old = node.outs
         for n in {*node.reads()}:
             self.readers[n] -= 1
             del self._reading[n][id(node)]
         for other in others:
-            self._reads(other)
+            self._add_reads(other)
             self.of[other.outs] = other
         for other in self._reading.pop(old, {}).values():
-            other.replaced({old: result})
+            other.replace_inputs({old: result})
             self._reading.setdefault(result, {})[id(other)] = other
         for place in self._left.pop(old, ()):
             self.outputs[place] = result
@@ -276,10 +278,10 @@ class Makers:
         self.readers[result] += self.readers.pop(old, 0)
         self.of.pop(old, None)
 
-    def chain(self, product: Product) -> list[Node]:
+    def list_replaced_nodes(self, product: Contraction) -> list[OpNode]:
         """The operators that a product replaces, views among them, in program order."""
         factors = {f.value.n for f in product.factors if type(f.value) is Ref}
-        found: list[Node] = []
+        found: list[OpNode] = []
         left = [product.nodes[0]]
         while left:
             node = left.pop()
@@ -288,8 +290,8 @@ class Makers:
             left += [self.of[n] for n in node.reads() if n not in factors and n in self.of]
         return found[::-1]
 
-    def is_view(self, node: Node) -> bool:
-        if not only_views(node.op):
+    def is_view(self, node: OpNode) -> bool:
+        if not is_pure_view(node.op):
             return False
         here, there = (self._values[n].root for n in (node.args[0].n, node.outs))
         return here == there

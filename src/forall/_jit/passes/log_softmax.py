@@ -17,12 +17,12 @@ import torch
 
 from forall._jit.graph import (
     Layout,
-    Node,
+    OpNode,
     Ref,
     Value,
-    dense_strides,
+    make_contiguous_strides,
 )
-from forall._jit.passes.bitwise_check import alone
+from forall._jit.passes.bitwise_check import disable_grad_and_casts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,17 +37,17 @@ _VECTOR = 64  # rows that a kernel takes at a time at most
 _LEAST = {_FORWARD: (2, 1024), _BACKWARD: (5, 2048)}
 
 
-def along_columns(program: Program, back: list[Node]) -> None:
+def transpose_log_softmax(program: Program, back: list[OpNode]) -> None:
     """Compute each log-softmax of short rows, and its backward, along the first dim of copies."""
-    second, written = set(map(id, back)), program.written()
+    second, written = set(map(id, back)), program.find_written_roots()
     known: dict[Any, int] = {}  # the columns that a value was made of
     nodes = []
     for node in program.nodes:
-        if node.op not in _LEAST or not _fits(program, node):
+        if node.op not in _LEAST or not _can_transpose(program, node):
             nodes.append(node)
             continue
         half = id(node) in second
-        made = _in_columns(program, node, {n: m for (n, h), m in known.items() if h == half})
+        made = _run_along_columns(program, node, {n: m for (n, h), m in known.items() if h == half})
         if node.outs not in written:
             known[node.outs, half] = made[-2].args[0].n
         back += made if half else []
@@ -55,7 +55,7 @@ def along_columns(program: Program, back: list[Node]) -> None:
     program.nodes[:] = nodes
 
 
-def _fits(program: Program, node: Node) -> bool:
+def _can_transpose(program: Program, node: OpNode) -> bool:
     if len(node.args) != len(node.op._schema.arguments):
         return False  # some are keyword arguments
     layouts = [program.values[n].layout for n in (*node.reads(), node.outs)]
@@ -68,19 +68,19 @@ def _fits(program: Program, node: Node) -> bool:
         and shape[-1] >= few
         and entries >= least
         and rows % _VECTOR == 0
-        and all(x._replace(offset=0) == _dense(shape, layouts[0]) for x in layouts)
+        and all(x._replace(offset=0) == _make_dense_layout(shape, layouts[0]) for x in layouts)
         and layouts[0].device == torch.device("cpu")
         and layouts[0].dtype in (torch.float32, torch.float64)
-        and _have_the_bits(node.op, shape[-1], layouts[0].dtype)
+        and _has_same_bits(node.op, shape[-1], layouts[0].dtype)
     )
 
 
-def _dense(shape: Sequence[int], like: Layout) -> Layout:
-    where = tuple(shape), dense_strides(shape), 0
+def _make_dense_layout(shape: Sequence[int], like: Layout) -> Layout:
+    where = tuple(shape), make_contiguous_strides(shape), 0
     return Layout(*where, like.dtype, like.device, conj=False, neg=False)
 
 
-def _in_columns(program: Program, node: Node, known: dict[int, int]) -> list[Node]:
+def _run_along_columns(program: Program, node: OpNode, known: dict[int, int]) -> list[OpNode]:
     """Return operators that do the same along the first dim of transposed copies.
 
     ``known`` maps values to their transposed copies, where there are some already.
@@ -88,40 +88,42 @@ def _in_columns(program: Program, node: Node, known: dict[int, int]) -> list[Nod
     layout = program.values[node.outs].layout
     rank = len(layout.shape)
     there, here = [rank - 1, *range(rank - 1)], [*range(1, rank), 0]
-    columns = _dense([layout.shape[d] for d in there], layout)
-    nodes: list[Node] = []
+    columns = _make_dense_layout([layout.shape[d] for d in there], layout)
+    nodes: list[OpNode] = []
 
-    def do(op: Any, layout: Layout, *args: Any, root: int | None = None, **kwargs: Any) -> int:
+    def add_node(
+        op: Any, layout: Layout, *args: Any, root: int | None = None, **kwargs: Any
+    ) -> int:
         n = len(program.values)
         program.values.append(Value(layout, n if root is None else root))
-        nodes.append(Node(op, args, kwargs, n))
+        nodes.append(OpNode(op, args, kwargs, n))
         return n
 
-    def turned(n: int, order: list[int]) -> int:
+    def permute_value(n: int, order: list[int]) -> int:
         value = program.values[n]
         shape, strides = ([x[d] for d in order] for x in value.layout[:2])
         layout = value.layout._replace(shape=tuple(shape), strides=tuple(strides))
-        return do(aten.permute.default, layout, Ref(n), order, root=value.root)
+        return add_node(aten.permute.default, layout, Ref(n), order, root=value.root)
 
-    def copied(n: int, layout: Layout) -> int:
-        return do(aten.clone.default, layout, Ref(n), memory_format=torch.contiguous_format)
+    def clone_value(n: int, layout: Layout) -> int:
+        return add_node(aten.clone.default, layout, Ref(n), memory_format=torch.contiguous_format)
 
     *tensors, _, last = node.args
-    given = [known.get(a.n) or copied(turned(a.n, there), columns) for a in tensors]
-    n = do(node.op, columns, *map(Ref, given), 0, last)
-    copied(turned(n, here), layout)
+    given = [known.get(a.n) or clone_value(permute_value(a.n, there), columns) for a in tensors]
+    n = add_node(node.op, columns, *map(Ref, given), 0, last)
+    clone_value(permute_value(n, here), layout)
     nodes[-1].outs = node.outs
     program.values.pop()
     return nodes
 
 
 @cache
-def _have_the_bits(op: Any, entries: int, dtype: torch.dtype) -> bool:
+def _has_same_bits(op: Any, entries: int, dtype: torch.dtype) -> bool:
     """True if a trial on rows and on columns of so many entries gives the same bits."""
     random = torch.Generator().manual_seed(0)
     given = range(1 if op is _FORWARD else 2)
     rows = [torch.randn(4 * _VECTOR, entries, generator=random, dtype=dtype) for _ in given]
     last = False if op is _FORWARD else dtype
-    with alone():
+    with disable_grad_and_casts():
         along = op(*(x.t().contiguous() for x in rows), 0, last).t()
         return torch.equal(op(*rows, 1, last), along)

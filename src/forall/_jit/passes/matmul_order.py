@@ -19,26 +19,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import without_history
-from forall._compat.storage import storage_of
+from forall._compat.storage import get_storage_id
 from forall._jit.graph import (
     Layout,
-    Node,
+    OpNode,
     Ref,
     Value,
-    with_refs,
+    map_refs,
 )
-from forall._jit.passes.bitwise_check import can_be_tried, same_bits
+from forall._jit.passes.bitwise_check import can_try_bits, have_same_bits
 from forall._jit.passes.contraction import (
     CONTRACTIONS,
-    OF_ONE,
+    SLOPE_AT_ONE,
     SUMS,
+    Contraction,
+    DefUseMap,
     Factor,
     Halves,
-    Makers,
-    Product,
 )
-from forall._jit.passes.cse import Joining
-from forall._jit.tracing.uninitialized import OF_LAYOUT
+from forall._jit.passes.cse import RootMerger
+from forall._jit.tracing.uninitialized import LAYOUT_ONLY_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,47 +53,51 @@ _GAIN = 0.85  # the share of the old cost that a new order may have
 _CALL, _ENTRY, _COPIED, _PAIR, _MATRIX = 1000, 0.25, 0.7, 0.03, 300
 
 
-def reordered(program: Program, back: list[Node], *, fastmath: bool) -> None:
+def reorder_products(program: Program, back: list[OpNode], *, fastmath: bool) -> None:
     """Multiply the factors of each product of matrices in the cheapest order."""
     second = set(map(id, back))
-    makers, written = Makers(program), program.written()
-    joining = Joining(program)
-    instead: dict[int, list[Node]] = {}  # new operators, by the id of the one they replace
+    makers, written = DefUseMap(program), program.find_written_roots()
+    joining = RootMerger(program)
+    instead: dict[int, list[OpNode]] = {}  # new operators, by the id of the one they replace
     for node in reversed(program.nodes):  # an earlier product may be a factor of this one
-        if not _is_summed(program, node) or (node.op in SUMS and not fastmath):
+        if not _is_contraction(program, node) or (node.op in SUMS and not fastmath):
             continue
-        product = Product(program, node, makers)
+        product = Contraction(program, node, makers)
         if len(product.nodes) == 1 or len(product.factors) > _MOST:
             continue
         if len({id(n) in second for n in product.nodes}) > 1 or _is_written(
             program, product, written
         ):
             continue
-        found = _best(program, product) if fastmath else _exact(program, product, makers)
+        found = (
+            _find_cheapest_order(program, product)
+            if fastmath
+            else _find_same_bits_order(program, product, makers)
+        )
         if found is not None:
             instead[id(node)] = found.nodes
             back += found.nodes if id(node) in second else []
             first = len(program.values)
             program.values += found.values
-            joining.takes_in(first)
+            joining.add_values(first)
             old, new = (program.values[n].root for n in (node.outs, found.result))
             joining(old, new)
             if old in written:
                 written.add(new)
-            makers.replace(node, found.nodes, found.result)
+            makers.replace_node(node, found.nodes, found.result)
     if instead:
         program.nodes[:] = [new for old in program.nodes for new in instead.get(id(old), (old,))]
         program.outputs[:] = makers.outputs
 
 
-def _is_summed(program: Program, node: Node) -> bool:
+def _is_contraction(program: Program, node: OpNode) -> bool:
     if node.kwargs or not (node.op in CONTRACTIONS or node.op in SUMS):
         return False
     given = [program.values[n].layout for n in node.reads()]
     return all(x.dtype.is_floating_point and all(x.shape) and not x.neg for x in given)
 
 
-def _is_written(program: Program, product: Product, written: set[int]) -> bool:
+def _is_written(program: Program, product: Contraction, written: set[int]) -> bool:
     """True if an operator writes into a factor, or into a value that would not be made any more."""
     values = program.values
     here = {values[f.value.n].root for f in product.factors if _is_tensor(f)}
@@ -101,50 +105,56 @@ def _is_written(program: Program, product: Product, written: set[int]) -> bool:
     return not here.isdisjoint(written)
 
 
-def _best(program: Program, product: Product) -> Scratch | None:
+def _find_cheapest_order(program: Program, product: Contraction) -> ProductBuilder | None:
     """The cheapest order, None if no order is much cheaper."""
-    tried = (Scratch.of(program, product, halves) for halves in _halves(product))
-    return min(filter(None, tried), key=Scratch.cost, default=None)
+    tried = (
+        ProductBuilder.try_product(program, product, halves) for halves in _split_factors(product)
+    )
+    return min(filter(None, tried), key=ProductBuilder.total_cost, default=None)
 
 
-def _exact(program: Program, product: Product, makers: Makers) -> Scratch | None:
+def _find_same_bits_order(
+    program: Program, product: Contraction, makers: DefUseMap
+) -> ProductBuilder | None:
     """The same operands with other layouts, if that is cheaper and gives the same bits."""
-    old = makers.chain(product)
-    if not can_be_tried(program.values, old):
+    old = makers.list_replaced_nodes(product)
+    if not can_try_bits(program.values, old):
         return None
     for slopes in (False, True):
-        found = Scratch.of(program, product, product.halves, "cpu", slopes=slopes)
-        if found is not None and same_bits(found.all, old, found.nodes):
+        found = ProductBuilder.try_product(program, product, product.halves, "cpu", slopes=slopes)
+        if found is not None and have_same_bits(found.all, old, found.nodes):
             return found
     return None
 
 
-def _halves(product: Product) -> Iterator[Halves]:
+def _split_factors(product: Contraction) -> Iterator[Halves]:
     """Yield all splits of a product's factors into a left and a right half.
 
     Factors with the same indices stay together; those without an index join the smaller half.
     """
     alike: dict[frozenset[int], list[Factor]] = {}
     for f in product.factors:
-        alike.setdefault(frozenset(_atoms([f])), []).append(f)
+        alike.setdefault(frozenset(_collect_atoms([f])), []).append(f)
     loose = alike.pop(frozenset(), [])
     for mask in range(1, 2 ** len(alike) - 1):
         halves: tuple[list[Factor], list[Factor]] = [], []
         for i, several in enumerate(alike.values()):
             halves[mask >> i & 1].extend(several)
-        min(halves, key=lambda half: prod(product.sizes[a] for a in _atoms(half))).extend(loose)
+        min(halves, key=lambda half: prod(product.sizes[a] for a in _collect_atoms(half))).extend(
+            loose
+        )
         yield halves
 
 
-def _atoms(factors: Iterable[Factor]) -> set[int]:
+def _collect_atoms(factors: Iterable[Factor]) -> set[int]:
     return {a for f in factors for dim in f.dims for a in dim}
 
 
-def _begins(factors: Sequence[Factor]) -> bool:
-    return any(map(_is_first, factors))
+def _has_first_factor(factors: Sequence[Factor]) -> bool:
+    return any(map(_can_be_first, factors))
 
 
-def _is_first(f: Factor) -> bool:
+def _can_be_first(f: Factor) -> bool:
     """True if a product can begin with this factor."""
     return _is_tensor(f) and f.op is aten.mul.Tensor
 
@@ -153,12 +163,12 @@ def _is_tensor(f: Factor) -> bool:
     return type(f.value) is Ref
 
 
-def _cost(values: Sequence[Value], node: Node) -> float:
+def _estimate_cost(values: Sequence[Value], node: OpNode) -> float:
     made = prod(values[node.outs].layout.shape)
     if node.op in CONTRACTIONS:
         x = values[next(node.reads())].layout.shape
         return _CALL + made * x[-1] * _PAIR + (x[0] * _MATRIX if len(x) == 3 else 0)
-    if values[node.outs].root != node.outs or node.op in OF_LAYOUT:
+    if values[node.outs].root != node.outs or node.op in LAYOUT_ONLY_OPS:
         return 0  # a view, or a constant
     if node.op in SUMS:
         made = prod(values[next(node.reads())].layout.shape)
@@ -166,7 +176,7 @@ def _cost(values: Sequence[Value], node: Node) -> float:
     return _CALL + made * (_COPIED if is_copy else _ENTRY)
 
 
-class _Longer(Sequence):
+class _ExtendedValues(Sequence):
     """A list of values that extends another list, without a copy or a change of that one."""
 
     def __init__(self, first: list[Value]) -> None:
@@ -183,7 +193,7 @@ class _Longer(Sequence):
         self.rest.append(value)
 
 
-class Scratch:
+class ProductBuilder:
     """New operators that a program may take in, and the values that they make.
 
     The operators are run on a ``device`` to learn the layouts of their results. On "meta" nothing
@@ -191,53 +201,57 @@ class Scratch:
     operator that multiplies by a slope becomes the slope at 1 and a product with it.
     """
 
-    def __init__(self, program: Program, product: Product, device: str, *, slopes: bool) -> None:
+    def __init__(
+        self, program: Program, product: Contraction, device: str, *, slopes: bool
+    ) -> None:
         self.product = product
         self.device = device
         self.slopes = slopes
-        self.all = _Longer(program.values)
-        self.nodes: list[Node] = []
+        self.all = _ExtendedValues(program.values)
+        self.nodes: list[OpNode] = []
         self.result = -1
 
     @classmethod
-    def of(
+    def try_product(
         cls,
         program: Program,
-        product: Product,
+        product: Contraction,
         halves: Halves,
         device: str = "meta",
         *,
         slopes: bool = False,
-    ) -> Scratch | None:
+    ) -> ProductBuilder | None:
         """Return the product of two halves, None unless it costs less and has the same layout."""
-        if not {*product.out} <= _atoms(product.factors):
+        if not {*product.out} <= _collect_atoms(product.factors):
             return None  # the result is constant along one of its dims
-        if not all({*product.summed} <= _atoms(half) and _begins(half) for half in halves):
+        if not all(
+            {*product.summed} <= _collect_atoms(half) and _has_first_factor(half) for half in halves
+        ):
             return None
         made = cls(program, product, device, slopes=slopes)
         with without_history(), torch.no_grad():
             fits = made.contract(*halves, program.values[product.nodes[0].outs].layout)
-        before = sum(_cost(program.values, node) for node in product.nodes)
-        return made if fits and made.cost() < _GAIN * before else None
+        before = sum(_estimate_cost(program.values, node) for node in product.nodes)
+        return made if fits and made.total_cost() < _GAIN * before else None
 
-    def cost(self) -> float:
-        return sum(_cost(self.all, node) for node in self.nodes)
+    def total_cost(self) -> float:
+        return sum(_estimate_cost(self.all, node) for node in self.nodes)
 
     @property
     def values(self) -> list[Value]:
         return self.all.rest
 
-    def do(self, op: Any, *args: Any) -> int:
+    def add_node(self, op: Any, *args: Any) -> int:
         """Append an operator and the value of its result; return the value's number."""
-        given = with_refs(args, self._stand_in)
+        given = map_refs(args, self._stand_in)
         made = op(*given)
         n, x = len(self.all), args[0].n
-        shares = storage_of(made) == storage_of(given[0])
-        layout = Layout.of(made)._replace(device=self.all[x].layout.device)
+        shares = get_storage_id(made) == get_storage_id(given[0])
+        layout = Layout.from_tensor(made)._replace(device=self.all[x].layout.device)
         if not shares:
             layout = layout._replace(offset=0)
         self.all.append(Value(layout, self.all[x].root if shares else n))
-        self.nodes.append(Node(op, args, {}, n))
+        self.nodes.append(OpNode(op, args, {}, n))
         return n
 
     def _stand_in(self, r: Ref) -> torch.Tensor:
@@ -247,94 +261,94 @@ class Scratch:
     def contract(self, left: Sequence[Factor], right: Sequence[Factor], wanted: Layout) -> bool:
         """Append the product of two halves; return False if its layout is not the wanted one."""
         k, out = self.product.summed, self.product.out
-        mine, its = _atoms(left) - {*k}, _atoms(right) - {*k}
+        mine, its = _collect_atoms(left) - {*k}, _collect_atoms(right) - {*k}
         both = [a for a in out if a in mine and a in its]
         rows = [a for a in out if a in mine and a not in its]
         columns = [a for a in out if a in its and a not in mine]
         if self.product.is_sum and not (rows and columns):
             return False  # torch's sum rounds less than an inner product
-        x = self._half(left, both, rows, k)
-        y = self._half(right, both, columns, k)
-        y = self.do(aten.transpose.int, Ref(y), -2, -1)
-        n = self.do(aten.bmm.default if both else aten.mm.default, Ref(x), Ref(y))
+        x = self._build_half(left, both, rows, k)
+        y = self._build_half(right, both, columns, k)
+        y = self.add_node(aten.transpose.int, Ref(y), -2, -1)
+        n = self.add_node(aten.bmm.default if both else aten.mm.default, Ref(x), Ref(y))
         order = both + rows + columns
-        n = self._shaped(n, [self.product.sizes[a] for a in order])
-        n = self._permuted(n, [order.index(a) for a in out])
-        self.result = self._shaped(n, wanted.shape)
+        n = self._reshape_to(n, [self.product.sizes[a] for a in order])
+        n = self._permute_dims(n, [order.index(a) for a in out])
+        self.result = self._reshape_to(n, wanted.shape)
         found = self.all[self.result]
         return found.layout._replace(offset=0) == wanted._replace(offset=0) and not wanted.offset
 
-    def _half(self, factors: Sequence[Factor], both: list, free: list, k: list) -> int:
+    def _build_half(self, factors: Sequence[Factor], both: list, free: list, k: list) -> int:
         """Append the product of a half's factors, of shape (rows, k) or (batch, rows, k)."""
         sizes = self.product.sizes
-        size = {id(f): prod(sizes[a] for a in _atoms([f])) for f in factors}
-        ordered = sorted(factors, key=lambda f: (not _is_first(f), size[id(f)]))
+        size = {id(f): prod(sizes[a] for a in _collect_atoms([f])) for f in factors}
+        ordered = sorted(factors, key=lambda f: (not _can_be_first(f), size[id(f)]))
         ordered = ordered[:1] + sorted(ordered[1:], key=lambda f: size[id(f)])
-        inner = self._has_inside(max(filter(_is_tensor, factors), key=lambda f: size[id(f)]), k)
+        inner = self._sums_innermost(max(filter(_is_tensor, factors), key=lambda f: size[id(f)]), k)
         order = both + (free + k if inner else k + free)
-        n = self._arranged(ordered[0], order)
+        n = self._arrange_dims(ordered[0], order)
         for f in ordered[1:]:
-            y = Ref(self._arranged(f, order)) if f.dims else f.value
-            n = self._taken_in(n, f, y)
+            y = Ref(self._arrange_dims(f, order)) if f.dims else f.value
+            n = self._multiply_by(n, f, y)
         rows, deep = (prod(sizes[a] for a in atoms) for atoms in (free, k))
         batch = [prod(sizes[a] for a in both)] if both else []
         if inner:
-            return self._shaped(n, [*batch, rows, deep])
-        n = self._shaped(n, [*batch, deep, rows])
-        return self.do(aten.transpose.int, Ref(n), -2, -1)
+            return self._reshape_to(n, [*batch, rows, deep])
+        n = self._reshape_to(n, [*batch, deep, rows])
+        return self.add_node(aten.transpose.int, Ref(n), -2, -1)
 
-    def _taken_in(self, n: int, f: Factor, y: Any) -> int:
-        if not (self.slopes and f.op in OF_ONE):
-            return self.do(f.op, Ref(n), y, *f.rest)
-        one = self.do(aten.ones_like.default, y)
-        slope = self.do(f.op, Ref(one), y, *f.rest)
-        return self.do(aten.mul.Tensor, Ref(n), Ref(slope))
+    def _multiply_by(self, n: int, f: Factor, y: Any) -> int:
+        if not (self.slopes and f.op in SLOPE_AT_ONE):
+            return self.add_node(f.op, Ref(n), y, *f.rest)
+        one = self.add_node(aten.ones_like.default, y)
+        slope = self.add_node(f.op, Ref(one), y, *f.rest)
+        return self.add_node(aten.mul.Tensor, Ref(n), Ref(slope))
 
-    def _has_inside(self, f: Factor, k: list[int]) -> bool:
+    def _sums_innermost(self, f: Factor, k: list[int]) -> bool:
         """True if the innermost dim of a factor in memory is one that is summed over."""
         strides = self.all[f.value.n].layout.strides
         moving = [(s, d[-1]) for s, d in zip(strides, f.dims, strict=True) if d and s]
         return not moving or min(moving)[1] in k
 
-    def _arranged(self, f: Factor, order: Sequence[int]) -> int:
+    def _arrange_dims(self, f: Factor, order: Sequence[int]) -> int:
         """Append a factor with a dim for each index in ``order``, of size 1 where it lacks one."""
         sizes, n = self.product.sizes, f.value.n
         atoms = [a for dim in f.dims for a in dim]
-        n = self._shaped(n, [sizes[a] for a in atoms])
+        n = self._reshape_to(n, [sizes[a] for a in atoms])
         mine = [a for a in order if a in atoms]
-        n = self._permuted(n, [atoms.index(a) for a in mine])
-        return self._shaped(n, [sizes[a] if a in atoms else 1 for a in order])
+        n = self._permute_dims(n, [atoms.index(a) for a in mine])
+        return self._reshape_to(n, [sizes[a] if a in atoms else 1 for a in order])
 
-    def _shaped(self, n: int, shape: Sequence[int]) -> int:
+    def _reshape_to(self, n: int, shape: Sequence[int]) -> int:
         if tuple(shape) == self.all[n].layout.shape:
             return n
-        return self.do(aten.reshape.default, Ref(n), [*shape])
+        return self.add_node(aten.reshape.default, Ref(n), [*shape])
 
-    def _permuted(self, n: int, order: Sequence[int]) -> int:
+    def _permute_dims(self, n: int, order: Sequence[int]) -> int:
         if [*order] == [*range(len(order))]:
             return n
-        return self.do(aten.permute.default, Ref(n), [*order])
+        return self.add_node(aten.permute.default, Ref(n), [*order])
 
 
 # Products of matrices, and the operators that add to such a product.
-_ADDING = {
+_FUSED_ADDS = {
     aten.mm.default: aten.addmm.default,
     aten.mv.default: aten.addmv.default,
     aten.bmm.default: aten.baddbmm.default,
 }
 
 
-def biased(program: Program, back: list[Node], *, fastmath: bool) -> None:
+def fuse_bias(program: Program, back: list[OpNode], *, fastmath: bool) -> None:
     """Fuse each sum with a product of matrices into one operator, such as `addmm`."""
-    second, written = set(map(id, back)), program.written()
-    makers = Makers(program)
+    second, written = set(map(id, back)), program.find_written_roots()
+    makers = DefUseMap(program)
     roots, layouts = [v.root for v in program.values], [v.layout for v in program.values]
     for node in program.nodes:
         if node.op is not aten.add.Tensor or node.kwargs:
             continue
         for x, bias in (node.args, node.args[::-1]):
             product = makers.of.get(x.n) if type(x) is Ref and type(bias) is Ref else None
-            if product is None or product.op not in _ADDING or product.kwargs:
+            if product is None or product.op not in _FUSED_ADDS or product.kwargs:
                 continue
             if x.n == bias.n:
                 continue
@@ -345,7 +359,7 @@ def biased(program: Program, back: list[Node], *, fastmath: bool) -> None:
                 continue
             if not written.isdisjoint(roots[n] for n in product.reads()):
                 continue
-            both = Node(_ADDING[product.op], (bias, *product.args), {}, node.outs)
-            if fastmath or same_bits(program.values, [product, node], [both]):
+            both = OpNode(_FUSED_ADDS[product.op], (bias, *product.args), {}, node.outs)
+            if fastmath or have_same_bits(program.values, [product, node], [both]):
                 node.op, node.args = both.op, both.args
                 break

@@ -8,11 +8,11 @@ import torch
 
 from forall._jit.graph import (
     Layout,
-    Node,
+    OpNode,
     Ref,
     Value,
 )
-from forall._jit.passes.view_chains import only_views
+from forall._jit.passes.view_chains import is_pure_view
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,11 +26,11 @@ _WITH_NUMBERS = {
     for packet in (aten.add, aten.sub, aten.mul, aten.div)
     for op in (packet.Tensor, packet.Scalar)
 }
-_WIDE = (torch.float32, torch.float64)  # kernels of narrower dtypes take the number itself
+_WIDE_DTYPES = (torch.float32, torch.float64)  # kernels of narrower dtypes take the number itself
 _CPU = torch.device("cpu")
 
 
-def numbers(program: Program) -> None:
+def lift_scalar_operands(program: Program) -> None:
     """Turn each number that a tensor is combined with into a constant tensor of its dtype.
 
     Torch does so in each call: it makes a tensor of the number's own dtype, and then a copy.
@@ -43,31 +43,35 @@ def numbers(program: Program) -> None:
         if type(x) is not Ref or type(number) not in (int, float):
             continue
         layout, result = (program.values[n].layout for n in (x.n, node.outs))
-        if layout.dtype not in _WIDE or layout.dtype != result.dtype or layout.device != _CPU:
+        if (
+            layout.dtype not in _WIDE_DTYPES
+            or layout.dtype != result.dtype
+            or layout.device != _CPU
+        ):
             continue
         key = layout.dtype, type(number), repr(number)
         if key not in known:
-            known[key] = _constant(program, _exact(number).to(layout.dtype))
+            known[key] = _add_constant(program, _make_number_tensor(number).to(layout.dtype))
         node.op = _WITH_NUMBERS[node.op]
         node.args = (x, Ref(known[key]))
 
 
-def _exact(number: float) -> torch.Tensor:
+def _make_number_tensor(number: float) -> torch.Tensor:
     """A number as the tensor that torch makes of it, before the cast to the other's dtype."""
     return torch.tensor(number, dtype=torch.float64 if type(number) is float else torch.int64)
 
 
-def _constant(program: Program, t: torch.Tensor) -> int:
+def _add_constant(program: Program, t: torch.Tensor) -> int:
     n = len(program.values)
-    program.values.append(Value(Layout.of(t), n))
+    program.values.append(Value(Layout.from_tensor(t), n))
     program.constants[n] = t
     return n
 
 
-def turned(program: Program) -> None:
+def canonicalize_transposes(program: Program) -> None:
     """Replace each view that transposes a matrix by `t`, whose call has the fewest arguments."""
     for node in program.nodes:
-        if not only_views(node.op) or not isinstance(node.outs, int):
+        if not is_pure_view(node.op) or not isinstance(node.outs, int):
             continue
         a, b = (program.values[n] for n in (node.args[0].n, node.outs))
         here, there = a.layout, b.layout
@@ -102,7 +106,7 @@ IN_PLACE = {
 }
 
 
-def in_place(program: Program, back: Collection[Node] = ()) -> None:
+def reuse_operand_memory(program: Program, back: Collection[OpNode] = ()) -> None:
     """Use in-place variants where an operator is the last to read its first operand.
 
     The backward half may be run again on the same saved tensors, so an operator of one half writes
@@ -112,21 +116,21 @@ def in_place(program: Program, back: Collection[Node] = ()) -> None:
     second = set(map(id, back))
     kept = {roots[n] for n in (*program.inputs, *program.captured, *program.constants)}
     kept |= {roots[n] for n in program.outputs}
-    last: dict[int, Node] = {}
-    makers: dict[int, Node] = {}
+    last: dict[int, OpNode] = {}
+    makers: dict[int, OpNode] = {}
     for node in program.nodes:
         last.update((roots[n], node) for n in node.reads())
         if isinstance(node.outs, int):  # results of one operator may share memory
             makers.setdefault(node.outs, node)
     for node in program.nodes:
-        a = _first(program, node)
+        a = _find_reusable_operand(program, node)
         if a is None or a in kept or last[a] is not node or a not in makers:
             continue
         if (id(node) in second) is (id(makers[a]) in second):
             node.op = IN_PLACE[node.op]
 
 
-def _first(program: Program, node: Node) -> int | None:
+def _find_reusable_operand(program: Program, node: OpNode) -> int | None:
     """The first operand if the result may be written into its memory, else None.
 
     The two need one layout, and no other operand may share that memory. Zeros without memory (torch

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import without_history
-from forall._compat.op_schema import facts
-from forall._jit.graph import Node, with_refs
-from forall._jit.passes.cse import MOST, copies, twins
-from forall._jit.passes.log_softmax import along_columns
-from forall._jit.passes.matmul_order import biased, reordered
-from forall._jit.passes.peephole import in_place, numbers, turned
-from forall._jit.passes.view_chains import views
-from forall._jit.tracing.uninitialized import OF_LAYOUT, UNFILLED
+from forall._compat.op_schema import get_facts
+from forall._jit.graph import OpNode, map_refs
+from forall._jit.passes.cse import MOST_ENTRIES, eliminate_duplicates, remove_copies
+from forall._jit.passes.log_softmax import transpose_log_softmax
+from forall._jit.passes.matmul_order import fuse_bias, reorder_products
+from forall._jit.passes.peephole import (
+    canonicalize_transposes,
+    lift_scalar_operands,
+    reuse_operand_memory,
+)
+from forall._jit.passes.view_chains import collapse_views
+from forall._jit.tracing.uninitialized import LAYOUT_ONLY_OPS, UNINITIALIZED_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,63 +32,65 @@ if TYPE_CHECKING:
     from forall._jit.graph import Program
 
 aten = torch.ops.aten
-_ROUNDS = 16  # rounds of the fixed point: a write may show that an earlier operator varies
+_MOST_ROUNDS = 16  # rounds of the fixed point: a write may show that an earlier operator varies
 _POWER = aten.pow.Tensor_Scalar
 
 
-def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = False) -> Program:
+def run_passes(
+    program: Program, back: list[OpNode] | None = None, *, fastmath: bool = False
+) -> Program:
     """Run all passes on a program, each where the passes before it have made it useful.
 
     ``back`` are the operators of the backward half, which runs later than the others. Passes that
     replace operators of this half append the new ones to ``back``.
     """
-    for _ in cleaning(program, back, fastmath=fastmath):
+    for _ in iter_passes(program, back, fastmath=fastmath):
         pass
     return program
 
 
-def cleaning(
-    program: Program, back: list[Node] | None = None, *, fastmath: bool = False
+def iter_passes(
+    program: Program, back: list[OpNode] | None = None, *, fastmath: bool = False
 ) -> Iterator[None]:
-    """Run the passes of `clean` as a generator, one per step."""
+    """Run the passes of `run_passes` as a generator, one per step."""
     back = [] if back is None else back
-    yield constants(program)
-    yield dead(program)
-    yield views(program)
-    yield copies(program, back)
-    yield twins(program, back)
+    yield fold_constants(program)
+    yield eliminate_dead_code(program)
+    yield collapse_views(program)
+    yield remove_copies(program, back)
+    yield eliminate_duplicates(program, back)
     before = len(program.values)
-    yield reordered(program, back, fastmath=fastmath)
-    yield biased(program, back, fastmath=fastmath)
-    yield along_columns(program, back)
+    yield reorder_products(program, back, fastmath=fastmath)
+    yield fuse_bias(program, back, fastmath=fastmath)
+    yield transpose_log_softmax(program, back)
     if len(program.values) > before:
-        yield constants(program)
-    yield views(program)
-    yield dead(program)
-    yield numbers(program)
-    yield turned(program)
-    yield in_place(program, back)
+        yield fold_constants(program)
+    yield collapse_views(program)
+    yield eliminate_dead_code(program)
+    yield lift_scalar_operands(program)
+    yield canonicalize_transposes(program)
+    yield reuse_operand_memory(program, back)
 
 
-def constants(program: Program) -> None:
+def fold_constants(program: Program) -> None:
     """Fold constants: run once what has the same result in each call."""
-    nodes = _constant(program)
+    nodes = _find_constant_nodes(program)
     env = dict(program.constants)
     with without_history(), torch.no_grad():
         for node in nodes:
-            given = with_refs((node.args, node.kwargs), lambda r: _value(program, env, r.n))
-            _bind(node.outs, node.op(*given[0], **given[1]), env)
+            given = map_refs((node.args, node.kwargs), lambda r: _get_value(program, env, r.n))
+            _bind_outs(node.outs, node.op(*given[0], **given[1]), env)
     program.constants.update(env)
     gone = set(map(id, nodes))
     program.nodes[:] = [node for node in program.nodes if id(node) not in gone]
 
 
-def _constant(program: Program) -> list[Node]:
+def _find_constant_nodes(program: Program) -> list[OpNode]:
     """The operators on constants alone, whose memory no other operator writes, or reads before."""
     roots = [v.root for v in program.values]
     # Results are made anew in each call: the caller may write into them.
     varying = {roots[n] for n in (*program.inputs, *program.captured, *program.outputs)}
-    for _ in range(_ROUNDS):
+    for _ in range(_MOST_ROUNDS):
         before = len(varying)
         nodes = []
         early: set[int] = set()  # memory that operators on other values have read so far
@@ -103,31 +109,31 @@ def _constant(program: Program) -> list[Node]:
     return []
 
 
-def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
-    if facts(node.op).seeded or node.op in UNFILLED:
+def _is_constant(program: Program, node: OpNode, varying: set[int]) -> bool:
+    if get_facts(node.op).seeded or node.op in UNINITIALIZED_OPS:
         return False
-    of_layout = node.op in OF_LAYOUT or (node.op is _POWER and node.args[1:] == (0,))  # ones
+    of_layout = node.op in LAYOUT_ONLY_OPS or (node.op is _POWER and node.args[1:] == (0,))  # ones
     if varying and not of_layout:
         return False
-    return all(program.values[n].layout.room <= MOST for n in node.makes())
+    return all(program.values[n].layout.storage_entries <= MOST_ENTRIES for n in node.makes())
 
 
-def _value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.Tensor:
+def _get_value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.Tensor:
     if n in env:
         return env[n]
     shape, strides, _, dtype, device, *_ = program.values[n].layout  # the operator reads no more
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _bind(outs: Any, made: Any, env: dict[int, torch.Tensor]) -> None:
+def _bind_outs(outs: Any, made: Any, env: dict[int, torch.Tensor]) -> None:
     if isinstance(outs, int):
         env[outs] = made
     elif isinstance(outs, (tuple, list)):
         for o, m in zip(outs, made, strict=True):
-            _bind(o, m, env)
+            _bind_outs(o, m, env)
 
 
-def dead(program: Program) -> None:
+def eliminate_dead_code(program: Program) -> None:
     """Eliminate dead code: operators that neither lead to a result nor have a side effect.
 
     An error that depends on the data is a side effect too.
@@ -140,7 +146,7 @@ def dead(program: Program) -> None:
     for node in reversed(program.nodes):
         used = not needed.isdisjoint(node.makes()) or any(roots[n] in read for n in node.writes())
         called = node.outs is None or program.may_raise(node)  # for its error
-        if used or called or facts(node.op).seeded:
+        if used or called or get_facts(node.op).seeded:
             nodes.append(node)
             needed.update(node.reads())
             read.update(roots[n] for n in node.reads())

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forall._compat.op_schema import facts
+from forall._compat.op_schema import get_facts
 from forall._jit.graph import (
+    FusedNode,
     Layout,
-    Node,
-    Piece,
+    OpNode,
     Ref,
 )
 from forall._jit.passes.peephole import IN_PLACE
@@ -34,81 +34,85 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
     Shape = tuple[int, ...]
 
-_BLOCK = 1 << 16  # entries of a block, for each thread
+_BLOCK_ENTRIES = 1 << 16  # entries of a block, for each thread
 # Tiling is worth it from so many entries on: of a result that does not fit in the caches, and of
 # all intermediate results together.
 _LARGE, _WORTH = 1 << 22, 1 << 25
 _VECTORS = 128  # entries that a kernel takes at a time at most
-_NEW = {there: new for new, there in IN_PLACE.items()}
+_OUT_OF_PLACE = {there: new for new, there in IN_PLACE.items()}
 _CPU = torch.device("cpu")
 
 
-def in_blocks(
-    program: Program, nodes: Sequence[Node], results: Collection[int], write: Callable
-) -> Sequence[Node]:
+def tile_pointwise(
+    program: Program, nodes: Sequence[OpNode], results: Collection[int], write: Callable
+) -> Sequence[OpNode]:
     """Return the same operators, with some as a subgraph that takes its tensors in blocks.
 
     ``write`` makes a function of operators, the numbers of its inputs and those of its results.
     """
-    parts: list[Sequence[Node]] = []  # in reverse order
+    parts: list[Sequence[OpNode]] = []  # in reverse order
     read = {*results}
-    for shape, group in reversed(_grouped(program, nodes)):
+    for shape, group in reversed(_group_operators(program, nodes)):
         made = [n for node in group for n in node.makes()]
         wanted = [n for n in made if n in read]
         cut = None
         if shape is not None and (len(made) - len(wanted)) * prod(shape) >= _WORTH:
-            cut = _cut(program, shape, group)
+            cut = _choose_tiling(program, shape, group)
         read.update(n for node in group for n in node.reads())
-        parts.append(group if cut is None else [_piece(program, group, wanted, cut, write)])
+        parts.append(
+            group if cut is None else [_make_tiled_node(program, group, wanted, cut, write)]
+        )
     return [node for part in reversed(parts) for node in part]
 
 
-def _grouped(program: Program, nodes: Sequence[Node]) -> list[tuple[Shape | None, list[Node]]]:
+def _group_operators(
+    program: Program, nodes: Sequence[OpNode]
+) -> list[tuple[Shape | None, list[OpNode]]]:
     """Return the operators in groups that may run together, each with its shape.
 
     A group is pointwise operators of one shape, or another operator alone, with None. A group is
     open until an operator outside reads what the group makes, or writes where the group reads.
     """
     roots = [v.root for v in program.values]
-    waiting: dict[Shape, _Group] = {}
-    found: list[tuple[Shape | None, list[Node]]] = []
+    waiting: dict[Shape, _OpGroup] = {}
+    found: list[tuple[Shape | None, list[OpNode]]] = []
     for node in nodes:
-        shape = _shape(program, node)
+        shape = _find_tiled_shape(program, node)
         for other, group in [*waiting.items()]:
-            if other != shape and group.meets(node):
+            if other != shape and group.conflicts_with(node):
                 found.append((other, waiting.pop(other).nodes))
         if shape is None:
             found.append((None, [node]))
         else:
-            waiting.setdefault(shape, _Group(roots)).add(node)
+            waiting.setdefault(shape, _OpGroup(roots)).add(node)
     return [*found, *((shape, group.nodes) for shape, group in waiting.items())]
 
 
-class _Group:
+class _OpGroup:
     """An open group of operators, and the memory that they write and read."""
 
     def __init__(self, roots: list[int]) -> None:
         self.roots = roots
-        self.nodes: list[Node] = []
+        self.nodes: list[OpNode] = []
         self.made: set[int] = set()
         self.read: set[int] = set()
 
-    def add(self, node: Node) -> None:
+    def add(self, node: OpNode) -> None:
         self.nodes.append(node)
         self.made.update(self.roots[n] for n in (*node.makes(), *node.writes()))
         self.read.update(self.roots[n] for n in node.reads())
 
-    def meets(self, node: Node) -> bool:
+    def conflicts_with(self, node: OpNode) -> bool:
         """True if a node depends on the group: by a read after write, or a write after either."""
         reads, writes = ({self.roots[n] for n in ns} for ns in (node.reads(), node.writes()))
         return not (self.made.isdisjoint(reads | writes) and self.read.isdisjoint(writes))
 
 
-def _shape(program: Program, node: Node) -> Shape | None:
+def _find_tiled_shape(program: Program, node: OpNode) -> Shape | None:
     """The shape of a pointwise operator's result that is large and contiguous, else None."""
-    if isinstance(node, Piece) or not isinstance(node.outs, int) or node.outs in node.reads():
+    if isinstance(node, FusedNode) or not isinstance(node.outs, int) or node.outs in node.reads():
         return None  # the last condition: an in-place operator of the user's
-    fact = facts(_NEW.get(node.op, node.op))
+    fact = get_facts(_OUT_OF_PLACE.get(node.op, node.op))
     value = program.values[node.outs]
     layout = value.layout
     if not fact.pointwise or prod(layout.shape) < _LARGE:
@@ -120,13 +124,13 @@ def _shape(program: Program, node: Node) -> Shape | None:
     return layout.shape if plain and layout.is_dense else None
 
 
-class _Cut:
+class _Tiling:
     """A way to split values of a shape: into ``size`` rows along ``dim``, or as flat entries."""
 
     def __init__(self, shape: Shape, dim: int, size: int, *, flat: bool) -> None:
         self.shape, self.dim, self.size, self.flat = shape, dim, size, flat
 
-    def takes(self, layout: Layout) -> bool:
+    def is_split(self, layout: Layout) -> bool:
         """True if a tensor is split among the blocks; else each block gets the whole tensor."""
         back = self.dim - len(self.shape)
         return len(layout.shape) >= -back and layout.shape[back] == self.shape[self.dim]
@@ -137,52 +141,52 @@ class _Cut:
         return t.split(self.size, self.dim - len(self.shape))
 
 
-def _cut(program: Program, shape: Shape, group: list[Node]) -> _Cut | None:
+def _choose_tiling(program: Program, shape: Shape, group: list[OpNode]) -> _Tiling | None:
     """The way to split a group's values, None where blocks would not keep each bit."""
     threads = torch.get_num_threads()
     whole = _VECTORS * threads
     if threads > 1 and prod(shape) % whole:
         return None
-    given = [program.values[n].layout for n in _read(group)]
+    given = [program.values[n].layout for n in _list_inputs(group)]
     flat = all(v.shape in ((), (1,)) or (v.shape == shape and v.is_dense) for v in given)
     dim = next(i for i, size in enumerate(shape) if size > 1)
     row = 1 if flat else prod(shape[dim + 1 :])
     step = whole // gcd(whole, row)  # rows that fill whole vectors
-    size = _BLOCK * threads // row // step * step
+    size = _BLOCK_ENTRIES * threads // row // step * step
     rows = prod(shape) // row
-    return _Cut(shape, dim, size, flat=flat) if 0 < size < rows else None
+    return _Tiling(shape, dim, size, flat=flat) if 0 < size < rows else None
 
 
-def _read(group: list[Node]) -> list[int]:
+def _list_inputs(group: list[OpNode]) -> list[int]:
     made = {n for node in group for n in node.makes()}
     return [*dict.fromkeys(n for node in group for n in node.reads() if n not in made)]
 
 
-def _piece(
-    program: Program, group: list[Node], wanted: list[int], cut: _Cut, write: Callable
-) -> Piece:
-    read = _read(group)
-    first = {n for n in read if cut.takes(program.values[n].layout)}
+def _make_tiled_node(
+    program: Program, group: list[OpNode], wanted: list[int], cut: _Tiling, write: Callable
+) -> FusedNode:
+    read = _list_inputs(group)
+    first = {n for n in read if cut.is_split(program.values[n].layout)}
     given = sorted(read, key=lambda n: n not in first)
-    own = [_new(node, read) for node in group]
-    run = Blocks(
+    own = [_make_out_of_place(node, read) for node in group]
+    run = TiledSubgraph(
         write(own, given, wanted), cut, len(first), [program.values[n].layout for n in wanted]
     )
-    return Piece(run, tuple(map(Ref, given)), {}, wanted, [])
+    return FusedNode(run, tuple(map(Ref, given)), {}, wanted, [])
 
 
-def _new(node: Node, read: list[int]) -> Node:
+def _make_out_of_place(node: OpNode, read: list[int]) -> OpNode:
     """The operator out of place where it writes into an input, which other blocks may read."""
     a = node.args[0]
-    if node.op not in _NEW or a.n not in read:
+    if node.op not in _OUT_OF_PLACE or a.n not in read:
         return node
-    return Node(_NEW[node.op], node.args, node.kwargs, node.outs)
+    return OpNode(_OUT_OF_PLACE[node.op], node.args, node.kwargs, node.outs)
 
 
-class Blocks:
+class TiledSubgraph:
     """Operators that run on blocks of the first ``parted`` values, and on the others whole."""
 
-    def __init__(self, run: Callable, cut: _Cut, parted: int, layouts: list[Layout]) -> None:
+    def __init__(self, run: Callable, cut: _Tiling, parted: int, layouts: list[Layout]) -> None:
         self.run, self.cut, self.parted, self.layouts = run, cut, parted, layouts
 
     def __str__(self) -> str:

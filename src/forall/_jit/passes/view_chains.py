@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.op_schema import facts
-from forall._jit.graph import Node, Ref
+from forall._compat.op_schema import get_facts
+from forall._jit.graph import OpNode, Ref
 
 if TYPE_CHECKING:
     from forall._jit.graph import Program
@@ -49,23 +49,27 @@ _LONGEST = 16  # views of a chain that are compared with its last layout
 
 
 @cache
-def only_views(op: Any) -> bool:
-    return op.namespace == "aten" and op.overloadpacket.__name__ in _VIEWS and not facts(op).mutates
+def is_pure_view(op: Any) -> bool:
+    return (
+        op.namespace == "aten"
+        and op.overloadpacket.__name__ in _VIEWS
+        and not get_facts(op).mutates
+    )
 
 
-def views(program: Program) -> None:
+def collapse_views(program: Program) -> None:
     """Replace a view by a value with the same layout in its chain, and a chain by one view."""
-    made: dict[int, Node] = {}  # the view that made a value
+    made: dict[int, OpNode] = {}  # the view that made a value
     origin: dict[int, int] = {}  # the base of such a value
     bases: set[int] = set()  # new memory of operators, with the same layout in each call
     other: dict[int, int] = {}
     outputs = {*program.outputs}
     pinned = {*program.inputs, *program.captured, *program.constants, *outputs}
     for node in program.nodes:
-        node.replaced(other)
+        node.replace_inputs(other)
         n = node.outs
         cut = node.op is torch.ops.aten.detach.default and n in outputs
-        if cut or not only_views(node.op) or not isinstance(n, int):
+        if cut or not is_pure_view(node.op) or not isinstance(n, int):
             bases.update(m for m in node.makes() if program.values[m].root == m)
             continue
         first = node.args[0].n

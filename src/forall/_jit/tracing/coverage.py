@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from forall._compat.exception_safety import contextmanager
 from forall._compat.private_api import PLAIN
 from forall._core import python_state
-from forall._core.code_table import codes_of
+from forall._core.code_table import walk_codes
 from forall._jit.search_budget import (
-    NEVER,
+    NO_DEADLINE,
     TOO_LONG,
     Deadline,
     clock,
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-_EACH = 64  # lines after which the clock is read
-SIGHTS = 3  # calls that may be observed before one is recorded: the first may set things up
+_LINES_PER_CLOCK_READ = 64  # lines after which the clock is read
+MOST_OBSERVATIONS = (
+    3  # calls that may be observed before one is recorded: the first may set things up
+)
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 # By these functions code finds a free variable without its name; `super()` reads `__class__`.
 _BY_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
@@ -46,7 +48,7 @@ _NAMED = frozenset(dis.hasname)
 _CONSTANT = frozenset(dis.hasconst)
 
 
-class Everything:
+class FullCoverage:
     """The coverage of a call that was not observed: all code that names can lead to."""
 
     seen = False
@@ -55,60 +57,60 @@ class Everything:
     def __init__(self, most: int = 10_000) -> None:
         self.most = most  # objects that guards may visit
 
-    def watching(self) -> AbstractContextManager:
+    def observe_calls(self) -> AbstractContextManager:
         """Return a context within which the code that runs is noted."""
         return nullcontext()
 
-    def reading(self) -> AbstractContextManager:
+    def cache_instructions(self) -> AbstractContextManager:
         """Return a context within which decoded instructions are cached."""
         return nullcontext()
 
-    def __le__(self, other: Everything) -> bool:
+    def __le__(self, other: FullCoverage) -> bool:
         """True if another coverage includes all of the user's instructions in this one."""
         return not other.seen
 
-    def codes(self) -> Iterable[CodeType]:
+    def list_codes(self) -> Iterable[CodeType]:
         """The code of all the user's functions that were seen to run."""
         return ()
 
-    def inner(self, code: CodeType) -> Iterable[CodeType]:
+    def walk_inner_codes(self, code: CodeType) -> Iterable[CodeType]:
         """A function's code and that of the functions nested in it, as far as they ran."""
-        return codes_of(code)
+        return walk_codes(code)
 
-    def holds(self, code: CodeType) -> bool:
+    def may_have_run(self, code: CodeType) -> bool:
         """True if this code ran, or may have run."""
         return True
 
-    def idle(self, thing: Any) -> bool:
+    def did_not_run(self, thing: Any) -> bool:
         """True if a library's function, or all methods of a library's class, did not run."""
         return False
 
-    def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
+    def list_instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
         return python_state.instructions_of(code)
 
-    def globals(self, code: CodeType) -> Iterable[str]:
+    def list_globals(self, code: CodeType) -> Iterable[str]:
         """The globals that a function, or one nested in it, names."""
         return [name for name, _ in python_state.globals_of(code)]
 
-    def cells(self, code: CodeType) -> Iterable[str]:
+    def list_free_vars(self, code: CodeType) -> Iterable[str]:
         """The free variables that a function, or one nested in it, may read."""
         return code.co_freevars
 
-    def names(self, code: CodeType) -> frozenset[str]:
+    def list_names(self, code: CodeType) -> frozenset[str]:
         """All names of globals and attributes in a function, or in one nested in it."""
         return python_state.names_of(code)
 
-    def written(self, code: CodeType) -> frozenset[str]:
+    def list_written_names(self, code: CodeType) -> frozenset[str]:
         """All names in a function, or in one nested in it, also those in constant texts."""
-        return python_state.written_in(code)
+        return python_state.find_names_and_text(code)
 
 
-class Ran(Everything):
-    """The coverage of an observed call: the code that ran within `watching`."""
+class ObservedCoverage(FullCoverage):
+    """The coverage of an observed call: the code that ran within `observe_calls`."""
 
     seen = True
 
-    def __init__(self, until: Deadline = NEVER) -> None:
+    def __init__(self, until: Deadline = NO_DEADLINE) -> None:
         super().__init__(most=50_000)  # most of the visited objects are functions that do not run
         self.why: str | None = None  # the reason if the call was not observed to its end
         self._until = until.call  # the time at which tracing stops
@@ -121,37 +123,37 @@ class Ran(Everything):
         self._read: dict[CodeType, list[dis.Instruction]] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        sys.settrace(self._entered)
+    def observe_calls(self) -> Iterator[None]:
+        sys.settrace(self._trace_call)
         try:
             yield
         finally:
-            if sys.gettrace() == self._entered:  # not a debugger that was called meanwhile
+            if sys.gettrace() == self._trace_call:  # not a debugger that was called meanwhile
                 sys.settrace(None)
             self._tracers.clear()
             self._met.clear()
 
-    def _entered(self, frame: FrameType, event: str, arg: Any) -> Callable | None:
-        tracer = self._tracers.get(id(frame.f_code), self._entered)
-        if tracer == self._entered:
-            tracer = self._tracers[id(frame.f_code)] = self._tracer(frame)
+    def _trace_call(self, frame: FrameType, event: str, arg: Any) -> Callable | None:
+        tracer = self._tracers.get(id(frame.f_code), self._trace_call)
+        if tracer == self._trace_call:
+            tracer = self._tracers[id(frame.f_code)] = self._make_tracer(frame)
             self._met.append(frame.f_code)
             if not _STOPS.isdisjoint(frame.f_code.co_names):
-                self._leave(frame, "it calls a debugger")
+                self._stop_tracing(frame, "it calls a debugger")
                 return None
-        self._goes_on(frame)
+        self._check_deadline(frame)
         if tracer is not None:
             frame.f_trace_opcodes = True
         return tracer
 
-    def _goes_on(self, frame: FrameType) -> None:
+    def _check_deadline(self, frame: FrameType) -> None:
         """Count a line, and stop tracing after the deadline: traced Python runs much slower."""
         self._lines += 1
-        is_late = not self._lines % _EACH and clock() > self._until
-        if is_late and sys.gettrace() == self._entered:  # no other tracer was set by now
-            self._leave(frame, TOO_LONG)
+        is_late = not self._lines % _LINES_PER_CLOCK_READ and clock() > self._until
+        if is_late and sys.gettrace() == self._trace_call:  # no other tracer was set by now
+            self._stop_tracing(frame, TOO_LONG)
 
-    def _leave(self, frame: FrameType | None, why: str) -> None:
+    def _stop_tracing(self, frame: FrameType | None, why: str) -> None:
         """Stop tracing in this frame and its callers; a debugger can then trace them itself."""
         self.why = why
         sys.settrace(None)
@@ -159,19 +161,19 @@ class Ran(Everything):
             frame.f_trace, frame.f_trace_opcodes = None, False
             frame = frame.f_back
 
-    def _tracer(self, frame: FrameType) -> Callable | None:
+    def _make_tracer(self, frame: FrameType) -> Callable | None:
         home = frame.f_globals.get("__name__") or ""
         made = home.startswith("namedtuple_")  # Python's generated code, in a module of its own
-        if made or python_state.is_none_by_name(home) or _hashes_by_identity(frame):
+        if made or python_state.is_not_users_module(home) or _hashes_by_identity(frame):
             self._libraries.add(frame.f_code)
             return None
-        return _Noting(self._offsets.setdefault(frame.f_code, set()), self._goes_on)
+        return _OffsetTracer(self._offsets.setdefault(frame.f_code, set()), self._check_deadline)
 
-    def codes(self) -> Iterable[CodeType]:
+    def list_codes(self) -> Iterable[CodeType]:
         return self._offsets
 
-    def __le__(self, other: Everything) -> bool:
-        if not isinstance(other, Ran):
+    def __le__(self, other: FullCoverage) -> bool:
+        if not isinstance(other, ObservedCoverage):
             return True
         if self.why is not None:
             return False
@@ -180,39 +182,39 @@ class Ran(Everything):
             return False
         return all(code in theirs and ran <= theirs[code] for code, ran in self._offsets.items())
 
-    def holds(self, code: CodeType) -> bool:
+    def may_have_run(self, code: CodeType) -> bool:
         return code in self._offsets or code in self._libraries
 
-    def idle(self, thing: Any) -> bool:
+    def did_not_run(self, thing: Any) -> bool:
         if isinstance(thing, FunctionType):
-            if not self.holds(thing.__code__):
+            if not self.may_have_run(thing.__code__):
                 self._idle.add(thing.__code__)
                 return True
             return False
         if not isinstance(thing, type):
             return False
         bases = takewhile(lambda kind: kind not in PLAIN, thing.__mro__[:-1])
-        return all(map(self._is_idle, bases))
+        return all(map(self._is_unused_class, bases))
 
-    def _is_idle(self, kind: type) -> bool:
+    def _is_unused_class(self, kind: type) -> bool:
         """True if no method of a class in Python ran; for a class in C it is not known."""
         members = [getattr(value, "__func__", value) for value in vars(kind).values()]
         functions = [f for f in members if isinstance(f, FunctionType)]
-        return bool(functions) and all(map(self.idle, functions))
+        return bool(functions) and all(map(self.did_not_run, functions))
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def cache_instructions(self) -> Iterator[None]:
         try:
             yield
         finally:
             self._read.clear()
 
-    def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
+    def list_instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
         if code not in self._read:
-            self._read[code] = [*self._those_that_ran(code)]
+            self._read[code] = [*self._select_executed(code)]
         return self._read[code]
 
-    def _those_that_ran(self, code: CodeType) -> Iterator[dis.Instruction]:
+    def _select_executed(self, code: CodeType) -> Iterator[dis.Instruction]:
         ran, extended = self._offsets.get(code, ()), False
         for i in python_state.instructions_of(code) if ran else ():
             if i.opname == "EXTENDED_ARG":
@@ -222,54 +224,58 @@ class Ran(Everything):
                     yield i
                 extended = False
 
-    def inner(self, code: CodeType) -> Iterator[CodeType]:
+    def walk_inner_codes(self, code: CodeType) -> Iterator[CodeType]:
         if code in self._offsets:
             yield code
             for constant in code.co_consts:
                 if isinstance(constant, CodeType):
-                    yield from self.inner(constant)
+                    yield from self.walk_inner_codes(constant)
 
-    def _all(self, code: CodeType) -> Iterator[dis.Instruction]:
-        for inner in self.inner(code):
-            yield from self.instructions(inner)
+    def _walk_instructions(self, code: CodeType) -> Iterator[dis.Instruction]:
+        for inner in self.walk_inner_codes(code):
+            yield from self.list_instructions(inner)
 
-    def globals(self, code: CodeType) -> Iterable[str]:
-        return dict.fromkeys(i.argval for i in self._all(code) if i.opname in _GLOBALS)
+    def list_globals(self, code: CodeType) -> Iterable[str]:
+        return dict.fromkeys(
+            i.argval for i in self._walk_instructions(code) if i.opname in _GLOBALS
+        )
 
-    def cells(self, code: CodeType) -> Iterable[str]:
+    def list_free_vars(self, code: CodeType) -> Iterable[str]:
         """The free variables that instructions name which ran, also to make a nested closure.
 
         Of a library's function all free variables, as its instructions are not traced.
         """
-        if code not in self._offsets or not _BY_LOCALS.isdisjoint(self.names(code)):
+        if code not in self._offsets or not _BY_LOCALS.isdisjoint(self.list_names(code)):
             return code.co_freevars
         named = set(_BY_ITSELF)
-        for i in self.instructions(code):
+        for i in self.list_instructions(code):
             named.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
         return [name for name in code.co_freevars if name in named]
 
-    def names(self, code: CodeType) -> frozenset[str]:
-        return frozenset(i.argval for i in self._all(code) if i.opcode in _NAMED)
+    def list_names(self, code: CodeType) -> frozenset[str]:
+        return frozenset(i.argval for i in self._walk_instructions(code) if i.opcode in _NAMED)
 
-    def written(self, code: CodeType) -> frozenset[str]:
-        constants = [i.argval for i in self._all(code) if i.opcode in _CONSTANT]
-        texts = [python_state.in_constant(c) for c in constants if not isinstance(c, CodeType)]
-        return self.names(code).union(*texts)
+    def list_written_names(self, code: CodeType) -> frozenset[str]:
+        constants = [i.argval for i in self._walk_instructions(code) if i.opcode in _CONSTANT]
+        texts = [
+            python_state.find_names_in_constant(c) for c in constants if not isinstance(c, CodeType)
+        ]
+        return self.list_names(code).union(*texts)
 
 
 def _hashes_by_identity(frame: FrameType) -> bool:
     """True for a `__hash__` that returns ``id(self)``, which is the default hash in effect."""
-    code, own = frame.f_code, _Hashed.__hash__.__code__
+    code, own = frame.f_code, _HashedById.__hash__.__code__
     is_text = code.co_name == "__hash__" and code.co_names == own.co_names
     return is_text and code.co_code == own.co_code and "id" not in frame.f_globals
 
 
-class _Hashed:
+class _HashedById:
     def __hash__(self) -> int:
         return id(self)
 
 
-class _Noting:
+class _OffsetTracer:
     """A local trace function that notes the offsets of instructions.
 
     An object, since a function that returns itself would be a reference cycle.
@@ -280,7 +286,7 @@ class _Noting:
     def __init__(self, offsets: set[int], goes_on: Callable[[FrameType], None]) -> None:
         self.offsets, self.goes_on = offsets, goes_on
 
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> _Noting:
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> _OffsetTracer:
         if event == "opcode":
             self.offsets.add(frame.f_lasti)
         elif event == "line":
@@ -288,4 +294,4 @@ class _Noting:
         return self
 
 
-EVERYTHING = Everything()
+FULL_COVERAGE = FullCoverage()

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from forall._compat.ambient_settings import under_autocast
+from forall._compat.ambient_settings import set_autocast
 from forall._compat.autograd_graph import (
-    are_apart,
-    gradients_of,
-    has_pythons,
-    node_of,
+    are_independent,
+    find_autograd_node,
+    has_python_nodes,
+    run_grad_engine,
 )
-from forall._jit.passes.pipeline import cleaning
-from forall._jit.tracing.side_effects import seen_by
-from forall._jit.tracing.tracer import Halted
+from forall._jit.passes.pipeline import iter_passes
+from forall._jit.tracing.side_effects import activate_tracer
+from forall._jit.tracing.tracer import TracingHalted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
 
-    from forall._jit.graph import Node, Program
-    from forall._jit.tracing.tracer import Recorder
+    from forall._jit.graph import OpNode, Program
+    from forall._jit.tracing.tracer import Tracer
 
     Tensor = torch.Tensor
 
@@ -37,7 +37,7 @@ WRITTEN = "it writes into a tensor from outside, with a derivative at stake"
 ENTWINED = "of what it is to be differentiated in, one is made of another"
 
 
-class Pass(NamedTuple):
+class BackwardPass(NamedTuple):
     """A backward pass to be recorded, of the ``live`` results (or all).
 
     ``graph`` stands for ``create_graph``: with it, torch has other formulas for some operators,
@@ -50,13 +50,13 @@ class Pass(NamedTuple):
     casts: tuple = ()
 
 
-FIRST = Pass()
+FIRST_PASS = BackwardPass()
 
 
-class Pullback(NamedTuple):
+class BackwardHalf(NamedTuple):
     """The backward half of a recorded call: from cotangents to gradients."""
 
-    nodes: list[Node]
+    nodes: list[OpNode]
     moved: list[int]  # the positions of differentiable results
     live: list[int]  # the positions of results that have a cotangent
     graph: bool  # `create_graph`
@@ -66,14 +66,14 @@ class Pullback(NamedTuple):
     gradients: list[int | None]  # their gradients; None where no result depends on one
 
 
-def pulled_back(
-    recorder: Recorder,
+def record_backward(
+    recorder: Tracer,
     inputs: Sequence[Tensor],
     ends: Sequence[Tensor],
-    asked: Pass,
+    asked: BackwardPass,
     *,
     certain: bool,
-) -> Pullback | None:
+) -> BackwardHalf | None:
     """Record a backward pass to all inputs and captured tensors that require grad, if any do.
 
     With ``certain``, only if the pass runs no Python of the user's, who did not ask for this pass.
@@ -87,66 +87,68 @@ def pulled_back(
         return None
     ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
     # A tensor in two places is one, with one gradient, in every call of the kind.
-    wanted = [*{id(t): (n, t) for n, t in reversed(ways) if _is_moved(t)}.values()][::-1]
+    wanted = [*{id(t): (n, t) for n, t in reversed(ways) if _wants_grad(t)}.values()][::-1]
     asked_of = {*asked.live}
     live = [i for i in places if i in asked_of]
-    live = live or [i for i in places if node_of(ends[i]) is not None]
-    _judge(recorder, [t for _, t in wanted], [ends[i] for i in live], certain=certain)
+    live = live or [i for i in places if find_autograd_node(ends[i]) is not None]
+    _check_backward(recorder, [t for _, t in wanted], [ends[i] for i in live], certain=certain)
     if recorder.why is not None:
         return None
     cotangents = [torch.ones_like(ends[i]) for i in live]
-    numbers = [recorder.named(c) for c in cotangents]
+    numbers = [recorder.add_input(c) for c in cotangents]
     first = len(recorder.nodes)
-    with seen_by(recorder), recorder.halting():
-        found = _pulled(
+    with activate_tracer(recorder), recorder.halt_when_late():
+        found = _run_backward(
             recorder, [ends[i] for i in live], [t for _, t in wanted], cotangents, asked
         )
-    gradients = [None if g is None else recorder.result(g) for g in found]
+    gradients = [None if g is None else recorder.add_result(g) for g in found]
     if recorder.why is not None:
         return None
     nodes, numbered = recorder.nodes[first:], [n for n, _ in wanted]
-    return Pullback(nodes, places, live, *asked[1:], numbers, numbered, gradients)
+    return BackwardHalf(nodes, places, live, *asked[1:], numbers, numbered, gradients)
 
 
-def _is_moved(t: Tensor) -> bool:
-    return t.requires_grad and node_of(t) is not None
+def _wants_grad(t: Tensor) -> bool:
+    return t.requires_grad and find_autograd_node(t) is not None
 
 
-def _pulled(
-    recorder: Recorder,
+def _run_backward(
+    recorder: Tracer,
     ends: Sequence[Tensor],
     wanted: Sequence[Tensor],
     cotangents: Sequence[Tensor],
-    asked: Pass,
+    asked: BackwardPass,
 ) -> Sequence[Tensor | None]:
     try:
-        with under_autocast(asked.casts):
-            return gradients_of(ends, wanted, cotangents, create_graph=asked.graph)
-    except Halted:
+        with set_autocast(asked.casts):
+            return run_grad_engine(ends, wanted, cotangents, create_graph=asked.graph)
+    except TracingHalted:
         return ()
     except RuntimeError as error:  # the user's own backward pass would raise it too
-        recorder.fails(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
+        recorder.stop_recording(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
         return ()
 
 
-def _judge(
-    recorder: Recorder, wanted: Sequence[Tensor], ends: Sequence[Tensor], *, certain: bool
+def _check_backward(
+    recorder: Tracer, wanted: Sequence[Tensor], ends: Sequence[Tensor], *, certain: bool
 ) -> None:
     if any(t._backward_hooks for t in wanted):
-        recorder.fails("a tensor that it is to be differentiated in has a hook")
+        recorder.stop_recording("a tensor that it is to be differentiated in has a hook")
     elif recorder.makes_leaves or not wanted:
-        recorder.fails("a result's history leads to a tensor that the function has made a leaf")
-    elif certain and (recorder.makes_hooks or has_pythons(ends, wanted)):
-        recorder.fails("a backward pass of the user's own is part of its history")
-    elif not are_apart(wanted):
-        recorder.fails(ENTWINED)
+        recorder.stop_recording(
+            "a result's history leads to a tensor that the function has made a leaf"
+        )
+    elif certain and (recorder.makes_hooks or has_python_nodes(ends, wanted)):
+        recorder.stop_recording("a backward pass of the user's own is part of its history")
+    elif not are_independent(wanted):
+        recorder.stop_recording(ENTWINED)
 
 
-def entangled(program: Program) -> str | None:
+def find_entanglement(program: Program) -> str | None:
     """The reason why one autograd node cannot stand for a program, None if it can."""
     roots = [v.root for v in program.values]
     outside = {roots[n] for n in (*program.inputs, *program.captured)}
-    written = program.written()
+    written = program.find_written_roots()
     results = {*program.outputs}
     if written & outside:
         return WRITTEN
@@ -157,9 +159,9 @@ def entangled(program: Program) -> str | None:
     return None
 
 
-def cleaning_both(
-    program: Program, back: Pullback, kept: Collection[int], *, fastmath: bool = False
-) -> Generator[None, None, Pullback]:
+def iter_joint_passes(
+    program: Program, back: BackwardHalf, kept: Collection[int], *, fastmath: bool = False
+) -> Generator[None, None, BackwardHalf]:
     """Run the passes on both halves as one program; return the backward half.
 
     Captured tensors that want a gradient stay in the program, as do those in ``kept``.
@@ -168,7 +170,7 @@ def cleaning_both(
     results = len(program.outputs)
     program.inputs += back.cotangents
     program.outputs += [n for n in back.gradients if n is not None]
-    yield from cleaning(program, back.nodes, fastmath=fastmath)
+    yield from iter_passes(program, back.nodes, fastmath=fastmath)
     found = iter(program.outputs[results:])
     del program.outputs[results:]
     del program.inputs[len(program.inputs) - len(back.cotangents) :]

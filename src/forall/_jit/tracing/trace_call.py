@@ -13,74 +13,74 @@ import torch
 from forall._compat import functorch_interop, pytree, rng_state
 from forall._compat.dispatch_state import functions_off
 from forall._compat.exception_safety import contextmanager
-from forall._compat.private_api import PLAIN, version
-from forall._compat.tensor_subclass import kind_of
-from forall._jit.backends.fast_calls import asking
-from forall._jit.backends.python_source import function
-from forall._jit.cache.differentiable_entry import Again, Differentiated
-from forall._jit.cache.entry import Met, Recorded, Results
+from forall._compat.private_api import PLAIN, get_version
+from forall._compat.tensor_subclass import get_users_class
+from forall._jit.backends.fast_calls import choose_calls
+from forall._jit.backends.python_source import write_program
+from forall._jit.cache.differentiable_entry import DifferentiableEntry, EagerRerun
+from forall._jit.cache.entry import ArgumentOverlaps, CacheEntry, ResultTree
 from forall._jit.guards.build import Guards
 from forall._jit.guards.identity import (
-    Reading,
-    Unfit,
-    objects_of,
-    outlined,
-    unlike_others,
+    KeyMaker,
+    UnfitArgument,
+    find_keyed_objects,
+    find_result_problem,
+    outline_call,
 )
-from forall._jit.passes.pipeline import cleaning
+from forall._jit.passes.pipeline import iter_passes
 from forall._jit.search_budget import (
-    NEVER,
+    NO_DEADLINE,
     TOO_LONG,
     Deadline,
     clock,
 )
-from forall._jit.static_args import unboxed
-from forall._jit.tracing.coverage import EVERYTHING, Everything
+from forall._jit.static_args import unbox_static
+from forall._jit.tracing.coverage import FULL_COVERAGE, FullCoverage
 from forall._jit.tracing.joint_graph import (
     ENTWINED,
-    FIRST,
+    FIRST_PASS,
     SHARED,
     WRITTEN,
-    Pass,
-    cleaning_both,
-    entangled,
-    pulled_back,
+    BackwardPass,
+    find_entanglement,
+    iter_joint_passes,
+    record_backward,
 )
-from forall._jit.tracing.output_views import Opened, opened
-from forall._jit.tracing.side_effects import Watch, seen_by
-from forall._jit.tracing.tracer import TELLING, Recorder
+from forall._jit.tracing.output_views import OutputBases, find_output_bases
+from forall._jit.tracing.side_effects import SideEffectMode, activate_tracer
+from forall._jit.tracing.tracer import TELLING, Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from forall._jit.graph import Program
-    from forall._jit.tracing.joint_graph import Pullback
+    from forall._jit.tracing.joint_graph import BackwardHalf
 
     Tensor = torch.Tensor
 
 
-Steps = Generator[float | None, None, Recorded]  # yields the next step's seconds, if known
+Steps = Generator[float | None, None, CacheEntry]  # yields the next step's seconds, if known
 _WRITTEN = 3e-5  # seconds of code generation for each operator
 
 
-class Recording(NamedTuple):
+class TraceOutcome(NamedTuple):
     """The outcome of a first call: its result, and its program or the reason it has none."""
 
     result: Any
     steps: Steps | None  # the work left: passes and code generation
     why: str | None
     moved: bool = False  # the reason is a change of Python's state, which a first call may set up
-    recorded: Recorded | None = None  # the cache entry, when the steps were taken
+    recorded: CacheEntry | None = None  # the cache entry, when the steps were taken
     operators: int = 0  # that the call ran
 
-    def finished(self) -> Recording:
+    def finish_program(self) -> TraceOutcome:
         """Take all steps; return the outcome with its cache entry."""
         if self.steps is None:
             return self
-        return self._replace(recorded=Unfinished(self.steps).go_on())
+        return self._replace(recorded=UnfinishedEntry(self.steps).take_steps())
 
 
-class Unfinished:
+class UnfinishedEntry:
     """A recorded call that waits for its passes and code generation."""
 
     used = 0  # the number of the look that found this entry last
@@ -90,11 +90,11 @@ class Unfinished:
         self._taken = Lock()  # held by the thread that takes steps
 
     @property
-    def is_broken(self) -> bool:
+    def is_exhausted(self) -> bool:
         """True if no step is left; without a program, the steps were broken off."""
         return self.steps.gi_frame is None
 
-    def go_on(self, until: Deadline = NEVER) -> Recorded | None:
+    def take_steps(self, until: Deadline = NO_DEADLINE) -> CacheEntry | None:
         """Take a step, and more while there is time for the next; return the entry at the end.
 
         A step that yields no seconds is expected to be followed by one as long as itself.
@@ -102,11 +102,11 @@ class Unfinished:
         if not self._taken.acquire(blocking=False):
             return None
         try:
-            return self._go_on(until)
+            return self._take_steps(until)
         finally:
             self._taken.release()
 
-    def _go_on(self, until: Deadline) -> Recorded | None:
+    def _take_steps(self, until: Deadline) -> CacheEntry | None:
         while True:
             start = clock()
             try:
@@ -119,55 +119,55 @@ class Unfinished:
                 return None
 
 
-def guarding(
+def make_guards(
     func: Callable,
     given: tuple[tuple, dict],
-    ran: Everything = EVERYTHING,
-    until: Deadline = NEVER,
+    ran: FullCoverage = FULL_COVERAGE,
+    until: Deadline = NO_DEADLINE,
 ) -> Guards:
     """Return the guards of a call: the state besides its tensors that it depends on, as of now."""
     try:
-        return Guards(func, map(unboxed, objects_of(*given)), ran, until)
-    except Unfit as unfit:
+        return Guards(func, map(unbox_static, find_keyed_objects(*given)), ran, until)
+    except UnfitArgument as unfit:
         guards = Guards(func, (), ran, until)
         guards.why = str(unfit)
         return guards
 
 
-class Before:
+class StateBeforeCall:
     """The state before a call: versions of the tensors from outside, and generator states."""
 
     def __init__(self, leaves: list, guards: Guards) -> None:
         self.outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
-        self.recorder: Recorder | None = None  # the tracer of the call
+        self.recorder: Tracer | None = None  # the tracer of the call
         self._drawing = [*self.outside, *guards.generators]
-        self._versions = [*map(version, self.outside)]
-        self._states = rng_state.states(self._drawing)
+        self._versions = [*map(get_version, self.outside)]
+        self._states = rng_state.save_states(self._drawing)
 
-    def is_written_to(self) -> bool:
+    def has_outside_writes(self) -> bool:
         """True if the call may have written into a tensor from outside."""
         unsaid = self.recorder is not None and self.recorder.writes_unsaid
-        return unsaid or [*map(version, self.outside)] != self._versions
+        return unsaid or [*map(get_version, self.outside)] != self._versions
 
-    def draw_again(self) -> None:
-        rng_state.restore(self._states)
+    def rewind_generators(self) -> None:
+        rng_state.restore_states(self._states)
 
     @contextmanager
-    def drawing_again(self) -> Iterator[None]:
+    def repeat_draws(self) -> Iterator[None]:
         """Return a context that starts from the states before the call.
 
         At its end the generators have the states that they had at its beginning.
         """
-        now = rng_state.states(self._drawing)
-        self.draw_again()
+        now = rng_state.save_states(self._drawing)
+        self.rewind_generators()
         try:
             yield
         finally:
-            rng_state.restore(now)
+            rng_state.restore_states(now)
 
 
 @dataclass
-class FirstCall:
+class TracedCall:
     """A call to be recorded: a function, and its arguments as the leaves of the tree ``spec``.
 
     A backward pass may be recorded with it. With ``certain`` that runs no Python of the user's.
@@ -177,135 +177,149 @@ class FirstCall:
     leaves: list
     spec: Any
     guards: Guards
-    before: Before
-    write: Callable = function
+    before: StateBeforeCall
+    write: Callable = write_program
     certain: bool = False
     fastmath: bool = False
-    asked: Pass = FIRST
-    until: Deadline = NEVER  # the deadline of the recording
+    asked: BackwardPass = FIRST_PASS
+    until: Deadline = NO_DEADLINE  # the deadline of the recording
 
-    def record(self, given: tuple[tuple, dict] | None) -> Recording:
+    def record(self, given: tuple[tuple, dict] | None) -> TraceOutcome:
         """Run and record the call."""
-        made = self._made(self.leaves, given)
+        made = self._trace(self.leaves, given)
         if made.why != ENTWINED:
             return made
-        if self.before.is_written_to():
+        if self.before.has_outside_writes():
             return made._replace(why=WRITTEN)
         if clock() > self.until.call:
             return made._replace(why=TOO_LONG)
         # Run it once more, unseen by the user, on detached arguments.
-        with self.before.drawing_again():
-            alone = self._made(_apart(self.leaves), None)
+        with self.before.repeat_draws():
+            alone = self._trace(_detach_leaves(self.leaves), None)
         return made._replace(steps=alone.steps, why=alone.why)
 
-    def _made(self, leaves: list, given: tuple[tuple, dict] | None) -> Recording:
+    def _trace(self, leaves: list, given: tuple[tuple, dict] | None) -> TraceOutcome:
         guards, tensors = self.guards, [*filter(_is_tensor, leaves)]
-        recorder = self.before.recorder = Recorder(
+        recorder = self.before.recorder = Tracer(
             tensors, guards.tensors, guards.generators, self.until
         )
         if guards.why is not None:
-            recorder.fails(guards.why)
+            recorder.stop_recording(guards.why)
         outside = [*tensors, *guards.tensors.values()]
-        with functorch_interop.eagerly(), _same_history(recorder, outside):
-            result = self._called(recorder, leaves, given)
+        with functorch_interop.run_eagerly(), _watch_history(recorder, outside):
+            result = self._call_function(recorder, leaves, given)
         operators = recorder.operators
         found, tree = pytree.flatten(result)
         ends = [*filter(_is_tensor, found)]
-        nodes = outlined(*given)[2] if given is not None else []
-        known = guards.identities().union(map(id, tensors))
-        why = unlike_others(result, found, tree, known, nodes if self.certain else None)
-        why = why or next(filter(None, map(_users_own, ends)), None)
+        nodes = outline_call(*given)[2] if given is not None else []
+        known = guards.collect_ids().union(map(id, tensors))
+        why = find_result_problem(result, found, tree, known, nodes if self.certain else None)
+        why = why or next(filter(None, map(_find_result_problem, ends)), None)
         if why is not None:
-            recorder.fails(why)
+            recorder.stop_recording(why)
         moved = recorder.why is None and not guards.hold()
         if moved:
-            recorder.fails("it changes Python's state: a list, an attribute, a global")
+            recorder.stop_recording("it changes Python's state: a list, an attribute, a global")
         if guards.ran.seen and recorder.tells:  # it read one by a name that no code contains
-            recorder.fails(TELLING)
-        views = opened(recorder, ends) if _have_history(ends) else None
+            recorder.stop_recording(TELLING)
+        views = find_output_bases(recorder, ends) if _have_history(ends) else None
         ends = ends if views is None else views.ends
-        back = pulled_back(recorder, tensors, ends, self.asked, certain=self.certain)
-        program = recorder.program(ends if views is None else views.numbers)
+        back = record_backward(recorder, tensors, ends, self.asked, certain=self.certain)
+        program = recorder.make_program(ends if views is None else views.numbers)
         if program is None:
-            return Recording(result, None, recorder.why, moved, operators=operators)
+            return TraceOutcome(result, None, recorder.why, moved, operators=operators)
         if back is None and views is not None:
-            return Recording(result, None, SHARED)
+            return TraceOutcome(result, None, SHARED)
         if back is not None:
-            why = entangled(program) or self._unlike_again(given, nodes)
+            why = find_entanglement(program) or self._find_rebuild_problem(given, nodes)
             if why is not None:
-                return Recording(result, None, why)
-        guards.watch(program.captured.values())
+                return TraceOutcome(result, None, why)
+        guards.watch_tensors(program.captured.values())
         if recorder.chooses:
             guards.watch_kernels()
-        how = guards, Results.of(found, tree), Met.of(tensors, nodes, guards), self.write
+        how = (
+            guards,
+            ResultTree.from_leaves(found, tree),
+            ArgumentOverlaps.find_overlaps(tensors, nodes, guards),
+            self.write,
+        )
         if back is None:
-            return Recording(result, self._steps(program, how), None)
-        again = Again.of(self._again(views))
-        return Recording(result, self._steps_of_both(program, how, back, again, views), None)
+            return TraceOutcome(result, self._make_steps(program, how), None)
+        again = EagerRerun.capture_settings(self._make_rerun(views))
+        return TraceOutcome(result, self._make_joint_steps(program, how, back, again, views), None)
 
-    def _steps(self, program: Program, how: tuple) -> Steps:
+    def _make_steps(self, program: Program, how: tuple) -> Steps:
         """Run the passes and generate code, in steps; no step looks at the call's tensors."""
-        yield from cleaning(program, fastmath=self.fastmath)
-        yield from asking(program)
+        yield from iter_passes(program, fastmath=self.fastmath)
+        yield from choose_calls(program)
         yield _WRITTEN * len(program.nodes)
-        return Recorded(program, *how)
+        return CacheEntry(program, *how)
 
-    def _steps_of_both(
-        self, program: Program, how: tuple, back: Pullback, again: Again, views: Opened | None
+    def _make_joint_steps(
+        self,
+        program: Program,
+        how: tuple,
+        back: BackwardHalf,
+        again: EagerRerun,
+        views: OutputBases | None,
     ) -> Steps:
         kept = () if views is None else views.given
-        back = yield from cleaning_both(program, back, kept, fastmath=self.fastmath)
-        yield from asking(program)
+        back = yield from iter_joint_passes(program, back, kept, fastmath=self.fastmath)
+        yield from choose_calls(program)
         yield _WRITTEN * len(program.nodes)
-        return Differentiated(program, *how, back, again, views)
+        return DifferentiableEntry(program, *how, back, again, views)
 
-    def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:
+    def _call_function(
+        self, recorder: Tracer, leaves: list, given: tuple[tuple, dict] | None
+    ) -> Any:
         """Call the function under the tracer, with the user's own containers if they are at hand.
 
         A call that changes one of them cannot be recorded.
         """
-        if given is not None and all(map(is_, pytree.leaves(given), leaves)):
+        if given is not None and all(map(is_, pytree.get_leaves(given), leaves)):
             args, kwargs = given
         else:
             args, kwargs = pytree.unflatten(leaves, self.spec)
-        before, was = pytree.leaves((args, kwargs)), _told(args, kwargs)
-        with seen_by(recorder), recorder.hearing(), Watch(recorder):
+        before, was = pytree.get_leaves((args, kwargs)), _outline_arguments(args, kwargs)
+        with activate_tracer(recorder), recorder.record_answers(), SideEffectMode(recorder):
             result = self.func(*args, **kwargs)
-        after = pytree.leaves((args, kwargs))
+        after = pytree.get_leaves((args, kwargs))
         try:
-            changed = not all(map(is_, after, before)) or _told(args, kwargs) != was
-        except Unfit:  # it has put in a value that no cache key can have
+            changed = not all(map(is_, after, before)) or _outline_arguments(args, kwargs) != was
+        except UnfitArgument:  # it has put in a value that no cache key can have
             changed = True
         if changed:
-            recorder.fails("it changes what it is given: a list, a dict, an attribute")
+            recorder.stop_recording("it changes what it is given: a list, a dict, an attribute")
         return result
 
-    def _unlike_again(self, given: tuple[tuple, dict] | None, nodes: Sequence[Any]) -> str | None:
+    def _find_rebuild_problem(
+        self, given: tuple[tuple, dict] | None, nodes: Sequence[Any]
+    ) -> str | None:
         """The reason why rebuilt arguments would not do for an eager rerun, None if they would."""
         if given is None:
             return None
-        args, kwargs = pytree.unflatten(self.leaves, pytree.fresh(self.spec))
-        met = not self.guards.identities().isdisjoint(map(id, nodes))
-        if met or _told(args, kwargs) != _told(*given):
+        args, kwargs = pytree.unflatten(self.leaves, pytree.copy_contexts(self.spec))
+        met = not self.guards.collect_ids().isdisjoint(map(id, nodes))
+        if met or _outline_arguments(args, kwargs) != _outline_arguments(*given):
             return "an argument is more than its leaves, with a derivative at stake"
         return None
 
-    def _again(self, views: Opened | None) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    def _make_rerun(self, views: OutputBases | None) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """Return a function from other tensors, as arguments, to the ends of the user's function.
 
         It keeps no tensor of the call.
         """
-        func, spec = self.func, pytree.fresh(self.spec)
+        func, spec = self.func, pytree.copy_contexts(self.spec)
         leaves = [_TENSOR if _is_tensor(x) else x for x in self.leaves]
 
-        def again(tensors: Sequence[Tensor]) -> list[Tensor]:
+        def rerun_function(tensors: Sequence[Tensor]) -> list[Tensor]:
             stand_ins = iter(tensors)
             filled = [next(stand_ins) if x is _TENSOR else x for x in leaves]
-            args, kwargs = pytree.unflatten(filled, pytree.fresh(spec))
-            results = [*filter(_is_tensor, pytree.leaves(func(*args, **kwargs)))]
-            return results if views is None else views.of(results)
+            args, kwargs = pytree.unflatten(filled, pytree.copy_contexts(spec))
+            results = [*filter(_is_tensor, pytree.get_leaves(func(*args, **kwargs)))]
+            return results if views is None else views.find_bases(results)
 
-        return again
+        return rerun_function
 
 
 def record(
@@ -313,39 +327,39 @@ def record(
     leaves: list,
     spec: Any,
     guards: Guards | None = None,
-    before: Before | None = None,
+    before: StateBeforeCall | None = None,
     *,
     given: tuple[tuple, dict] | None = None,
     **how: Any,
-) -> Recording:
-    """Run a call and make its program; ``how`` are the fields of a `FirstCall`.
+) -> TraceOutcome:
+    """Run a call and make its program; ``how`` are the fields of a `TracedCall`.
 
     ``given`` are the user's own containers of the arguments, if they are at hand.
     """
-    guards = guards or guarding(func, given or pytree.unflatten(leaves, spec))
-    leaves = [*map(unboxed, leaves)]
-    before = before or Before(leaves, guards)
-    return begun(func, leaves, spec, guards, before, given=given, **how).finished()
+    guards = guards or make_guards(func, given or pytree.unflatten(leaves, spec))
+    leaves = [*map(unbox_static, leaves)]
+    before = before or StateBeforeCall(leaves, guards)
+    return begin_recording(func, leaves, spec, guards, before, given=given, **how).finish_program()
 
 
-def begun(
+def begin_recording(
     func: Callable,
     leaves: list,
     spec: Any,
     guards: Guards,
-    before: Before,
+    before: StateBeforeCall,
     *,
     given: tuple[tuple, dict] | None,
     **how: Any,
-) -> Recording:
+) -> TraceOutcome:
     """Run and record a call as `record` does, and leave the steps that make its program."""
-    return FirstCall(func, leaves, spec, guards, before, **how).record(given)
+    return TracedCall(func, leaves, spec, guards, before, **how).record(given)
 
 
-def _users_own(result: Tensor) -> str | None:
+def _find_result_problem(result: Tensor) -> str | None:
     """The reason why a program cannot make a result: its class or attributes; else None."""
     if type(result) not in PLAIN:
-        return f"a result of class {kind_of(result).__name__}"
+        return f"a result of class {get_users_class(result).__name__}"
     return (
         f"a result with an attribute, .{next(iter(result.__dict__))}" if result.__dict__ else None
     )
@@ -355,10 +369,10 @@ def _have_history(ends: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in ends)
 
 
-def _told(args: tuple, kwargs: dict) -> Any:
+def _outline_arguments(args: tuple, kwargs: dict) -> Any:
     """The structure of the arguments and the attributes of their tensors, to be compared."""
-    leaves, shape, _ = outlined(args, kwargs)
-    attributes = [Reading(leaves).value(vars(x)) for x in leaves if _is_tensor(x) and vars(x)]
+    leaves, shape, _ = outline_call(args, kwargs)
+    attributes = [KeyMaker(leaves).make_key(vars(x)) for x in leaves if _is_tensor(x) and vars(x)]
     return shape, attributes
 
 
@@ -369,7 +383,7 @@ def _is_tensor(x: Any) -> bool:
 _TENSOR: Any = object()
 
 
-def _apart(leaves: list) -> list:
+def _detach_leaves(leaves: list) -> list:
     """The leaves with detached ones in place of tensors that have a `grad_fn`."""
     made = [x for x in leaves if _is_tensor(x) and x.requires_grad and x.grad_fn is not None]
     cut = {id(x): x.detach().requires_grad_() for x in made}
@@ -377,9 +391,9 @@ def _apart(leaves: list) -> list:
 
 
 @contextmanager
-def _same_history(recorder: Recorder, tensors: Sequence[Tensor]) -> Iterator[None]:
+def _watch_history(recorder: Tracer, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Watch these tensors: a write that changes the history of one ends the recording."""
     histories = [t.grad_fn for t in tensors]
     yield
     if any(t.grad_fn is not history for t, history in zip(tensors, histories, strict=True)):
-        recorder.fails(WRITTEN)
+        recorder.stop_recording(WRITTEN)

@@ -28,33 +28,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat import pytree
-from forall._compat.devices import wait_until_made
+from forall._compat.devices import synchronize_devices
 from forall._compat.dispatch_state import functions_off, in_torch_func
 from forall._compat.exception_safety import contextmanager
-from forall._compat.lazy_bits import is_zeros, with_lazy_bits
-from forall._compat.op_schema import Facts, facts, writes
+from forall._compat.lazy_bits import call_with_lazy_bits, is_zero_tensor
+from forall._compat.op_schema import OperatorFacts, find_written_args, get_facts
 from forall._compat.private_api import DispatchMode, StorageWeakRef
-from forall._compat.storage import has_memory, storage_of
+from forall._compat.storage import get_storage_id, has_memory
 from forall._compat.tensor_subclass import CALLS_ON
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import OURS, TORCH
-from forall._core.escaped_values import dispatched
+from forall._core.escaped_values import dispatch_without_mode
 from forall._jit.graph import (
     Layout,
-    Node,
+    OpNode,
     Program,
     Ref,
     Value,
 )
 from forall._jit.search_budget import (
-    EACH,
-    NEVER,
+    NO_DEADLINE,
+    STEPS_PER_CLOCK_READ,
     TOO_LONG,
     Deadline,
     clock,
 )
-from forall._jit.tracing.rng_draws import Draws
-from forall._jit.tracing.uninitialized import are_given
+from forall._jit.tracing.rng_draws import RecordedDraws
+from forall._jit.tracing.uninitialized import reads_uninitialized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _INDEX = aten.index.Tensor
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-_FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+_LIFT_FRESH_OPS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 _HANDED_ON = f"{TORCH}_ops.py"  # the file of `OpOverload.__call__`
 
@@ -73,7 +73,7 @@ TELLING = "it asks for what tells of a tensor more than its kind"
 _LEFT = "it takes a derivative in inference mode, or leaves that mode otherwise"
 
 # Operators that tell Python about data, or change a tensor's metadata, without a tag for it.
-_UNFIT = {
+_UNFIT_OPS = {
     getattr(getattr(aten, name), overload)
     for name, overload in (
         ("equal", "default"),
@@ -89,14 +89,14 @@ _UNFIT = {
 }
 
 # Operators that return a number to Python. A program asserts bools and ints, see NOTE [answers].
-_READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+_READ_OPS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
 _EQUAL, _SAME, _ALL = aten.equal.default, aten.eq.Tensor, aten.all.default
 _NOT, _HOLDS, _SHAPED = (
     aten.logical_not.default,
     aten._assert_async.default,
     aten._assert_tensor_metadata.default,
 )
-ASSERTED = frozenset({_HOLDS, _SHAPED})
+ASSERT_OPS = frozenset({_HOLDS, _SHAPED})
 
 # Operators that give a tensor another shape in place, and the view that does the same.
 _AS_VIEWS = {
@@ -109,7 +109,7 @@ _AS_VIEWS = {
 }
 
 # Operators that read layouts and dtypes: for one cache key their answer is always the same.
-_ASIDE = {
+_METADATA_OPS = {
     aten.is_same_size.default,
     aten._has_same_storage_numel.default,
     aten.can_cast.default,
@@ -118,11 +118,11 @@ _ASIDE = {
 }
 
 
-class Halted(Exception):  # noqa: N818 - no error: the pass runs for the recorder alone
+class TracingHalted(Exception):  # noqa: N818 - no error: the pass runs for the recorder alone
     """Signal that a backward pass takes too long to record, to break it off."""
 
 
-class Recorder(DispatchMode):
+class Tracer(DispatchMode):
     """A dispatch mode that records the nodes and values of one call.
 
     ``why`` is the reason if the call cannot be recorded.
@@ -133,15 +133,15 @@ class Recorder(DispatchMode):
         inputs: Sequence[torch.Tensor],
         known: dict[int, torch.Tensor],
         generators: Sequence[torch.Generator],
-        until: Deadline = NEVER,
+        until: Deadline = NO_DEADLINE,
     ) -> None:
         super().__init__()
         self.until = until  # the deadline of the recording
         self.operators = 0  # that were called so far
         self._halts = False
         self.known = known  # tensors that the function captures in sight of the guards
-        self._draws = Draws(inputs, generators)
-        self.nodes: list[Node] = []
+        self._draws = RecordedDraws(inputs, generators)
+        self.nodes: list[OpNode] = []
         self.values: list[Value] = []
         self.captured: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
@@ -161,187 +161,187 @@ class Recorder(DispatchMode):
         self._known_at: dict[tuple[int, Layout], list[torch.Tensor]] = {}
         for t in known.values():
             if has_memory(t):
-                self._known_at.setdefault((storage_of(t), Layout.of(t)), []).append(t)
+                self._known_at.setdefault((get_storage_id(t), Layout.from_tensor(t)), []).append(t)
         self._named: set[int] = set()  # results that were given a value of their own
-        self.inputs = [self._new(t, None) for t in inputs]
+        self.inputs = [self._add_value(t, None) for t in inputs]
         self._given_as = {*self.inputs}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if types and any(issubclass(t, Wrapper) for t in types):
             with self:  # a level that has exited unwraps its values
-                return dispatched(func, args, kwargs)
+                return dispatch_without_mode(func, args, kwargs)
         if torch.is_inference_mode_enabled() is not self._inference:
-            self.fails(_LEFT)
+            self.stop_recording(_LEFT)
         self.operators += 1
-        known = _KNOWN.get(id(func)) or _Known.of(func)
+        known = _OP_FACTS.get(id(func)) or _OpFacts.look_up(func)
         if known.statistics:
-            self.writes_unsaid |= len(writes(func, args)) > len(known.facts.mutates)
+            self.writes_unsaid |= len(find_written_args(func, args)) > len(known.facts.mutates)
         if self.why is not None or known.aside:
             with functions_off():  # function modes are to see the user's calls alone
-                return with_lazy_bits(func, args, kwargs)
+                return call_with_lazy_bits(func, args, kwargs)
         if in_torch_func():  # torch.func's wrappers have no memory, and we may not unwrap them
-            self.fails(TORCHS)
+            self.stop_recording(TORCHS)
             return func(*args, **kwargs)
         if known.fresh and self._may_read_tensors(sys._getframe()):
-            self.fails("the numbers of tensors are read to make another")
-        if known.reads and self._hears and is_whole(args[0]):
-            return self._answer(func, args[0])
+            self.stop_recording("the numbers of tensors are read to make another")
+        if known.reads and self._hears and is_integer_on_cpu(args[0]):
+            return self._record_answer(func, args[0])
         if func is _EQUAL and self._hears and args[0].is_cpu:
-            return self._are_equal(*args)
+            return self._record_equal(*args)
         with functions_off():  # a backward pass has function modes on; they are not to see ours
-            node = self._met(func, known, args, kwargs)
-            out = with_lazy_bits(func, args, kwargs)
+            node = self._make_node(func, known, args, kwargs)
+            out = call_with_lazy_bits(func, args, kwargs)
             if node is not None:
                 if known.facts.seeded:
-                    self._draws.made()
+                    self._draws.note_draw()
                 before = len(self.values)
                 if node.op is func:
-                    node.outs = self._outs(node, args, out)
+                    node.outs = self._number_outs(node, args, out)
                 else:
-                    node.outs = self._new(out, self._root(node, args, out))
+                    node.outs = self._add_value(out, self._find_root(node, args, out))
                 # Else the result is an alias. An operator without a result is there to raise.
                 if out is None or len(self.values) > before or node.writes():
                     self.nodes.append(node)
-                    if not len(self.nodes) % EACH:
-                        self._watch_the_clock()
-                if known.facts.dynamic and _looks(func, args):
-                    self._shaped(out)
+                    if not len(self.nodes) % STEPS_PER_CLOCK_READ:
+                        self._check_deadline()
+                if known.facts.dynamic and _has_dynamic_shape(func, args):
+                    self._assert_shapes(out)
         return out
 
     def _may_read_tensors(self, frame: Any) -> bool:
         """True if a tensor may be made of numbers that torch reads from tensors in a list."""
-        maker = _maker(frame)
+        maker = _find_maker_frame(frame)
         name, file = maker.f_code.co_name, maker.f_code.co_filename
         if file.startswith(OURS) and name != "__torch_function__":
             return False  # our own call; a function mode of ours calls for the user
         seen = self.given is not None and file.startswith((OURS, TORCH))
         return not seen or _holds_tensors(self.given)
 
-    def _shaped(self, out: Any) -> None:
-        for t in pytree.leaves(out):
+    def _assert_shapes(self, out: Any) -> None:
+        for t in pytree.get_leaves(out):
             if isinstance(t, torch.Tensor):
                 self.__torch_dispatch__(_SHAPED, (), (t, [*t.shape]))
 
-    def _watch_the_clock(self) -> None:
+    def _check_deadline(self) -> None:
         if self._halts and clock() > self.until.work:
-            self.fails(TOO_LONG)
-            raise Halted
+            self.stop_recording(TOO_LONG)
+            raise TracingHalted
         if not self._halts and self.until.is_over(self.operators):
-            self.fails(TOO_LONG)
+            self.stop_recording(TOO_LONG)
 
-    def halting(self) -> AbstractContextManager:
+    def halt_when_late(self) -> AbstractContextManager:
         """Return a context for runs that serve the recorder alone: after the deadline, raise.
 
-        The exception is `Halted`.
+        The exception is `TracingHalted`.
         """
-        return self._while_set("_halts")
+        return self._set_flag("_halts")
 
-    def hearing(self) -> AbstractContextManager:
+    def record_answers(self) -> AbstractContextManager:
         """Return a context within which reads of data are recorded as assertions.
 
         A backward pass is outside of it: a failed assertion there has no call to rerun.
         """
-        return self._while_set("_hears")
+        return self._set_flag("_hears")
 
     @contextmanager
-    def _while_set(self, flag: str) -> Iterator[None]:
+    def _set_flag(self, flag: str) -> Iterator[None]:
         setattr(self, flag, True)
         try:
             yield
         finally:
             setattr(self, flag, False)
 
-    def _answer(self, func: Any, t: Any) -> Any:
+    def _record_answer(self, func: Any, t: Any) -> Any:
         answer = func(t)
         with functions_off():
             if t.dtype is not torch.bool:
                 t = self.__torch_dispatch__(aten.eq.Scalar, (), (t, aten.item.default(t)))
-                self._require(t, True)
+                self._assert_answer(t, True)
             else:
-                self._require(t, answer)
+                self._assert_answer(t, answer)
         return answer
 
-    def _require(self, t: torch.Tensor, answer: bool) -> None:
+    def _assert_answer(self, t: torch.Tensor, answer: bool) -> None:
         """Record the assertion that a test has the answer that it has now."""
         if not answer:
             t = self.__torch_dispatch__(_NOT, (), (t,))
         self.__torch_dispatch__(_HOLDS, (), (t,))
 
-    def _are_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def _record_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Record `torch.equal`; where shapes differ, its answer does not depend on the data."""
         with functions_off():
             answer = _EQUAL(a, b)
             if a.shape == b.shape:
                 t = self.__torch_dispatch__(_SAME, (), (a, b))
-                self._require(self.__torch_dispatch__(_ALL, (), (t,)), answer)
+                self._assert_answer(self.__torch_dispatch__(_ALL, (), (t,)), answer)
         return answer
 
-    def fails(self, why: str) -> None:
+    def stop_recording(self, why: str) -> None:
         if self.why is None:
             self.why = why
         self.nodes, self.constants = [], {}
 
-    def tensor(self, n: int) -> torch.Tensor | None:
+    def get_tensor(self, n: int) -> torch.Tensor | None:
         """The tensor of a value, None if it does not live any more."""
         return self._tensors[n]()
 
-    def number(self, t: torch.Tensor) -> int | None:
+    def find_value(self, t: torch.Tensor) -> int | None:
         """The number of a tensor's value, None if the tensor's origin is unknown."""
         n = self._numbers.get(id(t))
         if n is not None and self._tensors[n]() is t:
             return n
-        return self._of_known(t) if id(t) in self.known else self._alias(t)
+        return self._add_captured(t) if id(t) in self.known else self._find_alias(t)
 
-    def _alias(self, t: torch.Tensor) -> int | None:
+    def _find_alias(self, t: torch.Tensor) -> int | None:
         """The value of a tensor that torch or a level made as an alias, which no mode sees.
 
         Several tensors may have that storage and layout. To the program they are one value, but not
         to autograd: the alias may be of any captured tensor that requires grad. So all of these are
         entered in the program.
         """
-        place, layout = storage_of(t), Layout.of(t)
-        found = self._at(place).get(layout)
+        place, layout = get_storage_id(t), Layout.from_tensor(t)
+        found = self._find_in_storage(place).get(layout)
         for known in self._known_at.get((place, layout), ()):
             if found is None or known.requires_grad:
-                n = self._of_known(known)
+                n = self._add_captured(known)
                 found = n if found is None else found
         return found
 
-    def _at(self, place: int) -> dict[Layout, int]:
+    def _find_in_storage(self, place: int) -> dict[Layout, int]:
         """The values in a storage by layout, none if the storage was freed."""
         held, numbers = self._in_memory.get(place, (None, {}))
         return {} if held is None or held.expired() else numbers
 
-    def _of_known(self, t: torch.Tensor) -> int:
+    def _add_captured(self, t: torch.Tensor) -> int:
         n = self._numbers.get(id(t))
         if n is None or self._tensors[n]() is not t:
-            n = self._new(t, None)
+            n = self._add_value(t, None)
             self.captured[n] = t
         return n
 
-    def made_aside(self, t: torch.Tensor) -> None:
+    def add_hidden_constant(self, t: torch.Tensor) -> None:
         """Enter a tensor of our own as a constant: it is the same in each call, unseen by modes."""
         if self.why is None:
-            self.constants[self._new(t, None)] = t.clone()
+            self.constants[self._add_value(t, None)] = t.clone()
 
     def is_from_outside(self, t: torch.Tensor) -> bool:
         """True if a tensor was there before the call, or its origin is unknown."""
-        n = self.number(t) if has_memory(t) else -1
+        n = self.find_value(t) if has_memory(t) else -1
         return n is None or n in self._given_as or n in self.captured
 
-    def program(self, outputs: Iterable[torch.Tensor | int]) -> Program | None:
+    def make_program(self, outputs: Iterable[torch.Tensor | int]) -> Program | None:
         """The recorded program with these results; None where ``why`` is the reason against it."""
-        if self._draws.stray():
-            self.fails(_SEED)
-        numbers = [t if isinstance(t, int) else self.result(t) for t in outputs]
+        if self._draws.has_stray_draw():
+            self.stop_recording(_SEED)
+        numbers = [t if isinstance(t, int) else self.add_result(t) for t in outputs]
         found = [n for n in numbers if n is not None]
         seen = (*found, *self.inputs, *self.captured)
-        if self.why is None and are_given(self.nodes, self.values, seen):
-            self.fails("memory is written where no operator tells")
+        if self.why is None and reads_uninitialized(self.nodes, self.values, seen):
+            self.stop_recording("memory is written where no operator tells")
         if self.why is not None:
             return None
-        wait_until_made(self.constants.values())
+        synchronize_devices(self.constants.values())
         return Program(
             values=self.values,
             inputs=self.inputs,
@@ -351,103 +351,107 @@ class Recorder(DispatchMode):
             outputs=found,
         )
 
-    def named(self, t: torch.Tensor) -> int:
+    def add_input(self, t: torch.Tensor) -> int:
         """Enter a tensor from outside as a value, in whose place later calls have other tensors."""
-        return self._new(t, None)
+        return self._add_value(t, None)
 
-    def result(self, t: torch.Tensor) -> int | None:
+    def add_result(self, t: torch.Tensor) -> int | None:
         """The value of a result, with a detach or an alias recorded where it needs its own."""
-        n = self.number(t) if has_memory(t) else None
+        n = self.find_value(t) if has_memory(t) else None
         if n is None:
-            self.fails("a result comes from where no operator was seen")
+            self.stop_recording("a result comes from where no operator was seen")
         elif n in self._named:
             return n
-        elif self.why is None and not t.requires_grad and self._leads_outside(n):
-            return self._renamed(n, t, aten.detach.default)
+        elif self.why is None and not t.requires_grad and self._is_view_of_outside(n):
+            return self._add_alias(n, t, aten.detach.default)
         elif self.why is None and self._tensors[n]() is not t:  # the user sees two tensors
-            return self._renamed(n, t, aten.alias.default)
+            return self._add_alias(n, t, aten.alias.default)
         return n
 
-    def _leads_outside(self, n: int) -> bool:
+    def _is_view_of_outside(self, n: int) -> bool:
         """True if a value is a view of a tensor from outside that requires grad."""
         root = self.values[n].root
         known = self._tensors[root]()
         return known is not None and known.requires_grad and self.is_from_outside(known)
 
-    def _renamed(self, n: int, t: torch.Tensor, op: Any) -> int:
-        named = self._new(t, self.values[n].root)
-        self.nodes.append(Node(op, (Ref(n),), {}, named))
+    def _add_alias(self, n: int, t: torch.Tensor, op: Any) -> int:
+        named = self._add_value(t, self.values[n].root)
+        self.nodes.append(OpNode(op, (Ref(n),), {}, named))
         self._named.add(named)
         return named
 
-    def _met(self, func: Any, known: _Known, args: tuple, kwargs: dict) -> Node | None:
+    def _make_node(self, func: Any, known: _OpFacts, args: tuple, kwargs: dict) -> OpNode | None:
         fact = known.facts
         if fact.is_collective:  # a program may drop or reorder what all processes have to call
-            self.fails(f"{func} communicates between processes")
+            self.stop_recording(f"{func} communicates between processes")
             return None
-        looks = fact.dynamic and not self._hears and _looks(func, args)
+        looks = fact.dynamic and not self._hears and _has_dynamic_shape(func, args)
         changes = known.changes
         if changes and not self.is_from_outside(args[0]):
             func = _AS_VIEWS.get(func, func)  # from now on the tensor is a view of its old value
             changes = torch.Tag.inplace_view in func.tags
         if known.unfit or looks or changes:
-            self.fails(f"{func} looks at numbers, or changes what a tensor is")
+            self.stop_recording(f"{func} looks at numbers, or changes what a tensor is")
             return None
-        if fact.seeded and (self._draws.stray() or self._draws.of_a_stranger((args, kwargs))):
-            self.fails(_SEED)
-        if known.fresh and self.number(args[0]) is None:  # a tensor just made of Python numbers
-            self.constants[self._new(args[0], None)] = args[0].clone()
-        args = tuple([self._argument(a) for a in args])
-        kwargs = {name: self._argument(a) for name, a in kwargs.items()} if kwargs else kwargs
-        return None if self.why is not None else Node(func, args, kwargs, None)
+        if fact.seeded and (
+            self._draws.has_stray_draw() or self._draws.uses_unknown_generator((args, kwargs))
+        ):
+            self.stop_recording(_SEED)
+        if known.fresh and self.find_value(args[0]) is None:  # a tensor just made of Python numbers
+            self.constants[self._add_value(args[0], None)] = args[0].clone()
+        args = tuple([self._convert_argument(a) for a in args])
+        kwargs = (
+            {name: self._convert_argument(a) for name, a in kwargs.items()} if kwargs else kwargs
+        )
+        return None if self.why is not None else OpNode(func, args, kwargs, None)
 
-    def _argument(self, a: Any) -> Any:
+    def _convert_argument(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor):
-            return self._given(a)
-        return pytree.map_tensors(self._given, a) if isinstance(a, _TREES) else a
+            return self._make_ref(a)
+        return pytree.map_tensors(self._make_ref, a) if isinstance(a, _TREES) else a
 
-    def _given(self, t: torch.Tensor) -> Ref | None:
+    def _make_ref(self, t: torch.Tensor) -> Ref | None:
         """The reference that stands for a tensor argument; unknown tensors end the recording."""
-        n = self.number(t) if has_memory(t) else None
+        n = self.find_value(t) if has_memory(t) else None
         if n is None:
-            self.fails(
+            self.stop_recording(
                 f"a tensor of class {type(t).__name__}, {t.layout}, {t.dtype}"
                 if not has_memory(t)
                 else f"a tensor {t.dtype} {[*t.shape]} that is captured where it is not seen"
             )
         return None if n is None else Ref(n)
 
-    def _outs(self, node: Node, args: tuple, out: Any) -> Any:
+    def _number_outs(self, node: OpNode, args: tuple, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
             if not has_memory(out):
-                self.fails(f"{node.op} returns a tensor of {out.layout}, {out.dtype}")
+                self.stop_recording(f"{node.op} returns a tensor of {out.layout}, {out.dtype}")
                 return None
-            n = self.number(out)
-            return self._new(out, self._root(node, args, out)) if n is None else n
+            n = self.find_value(out)
+            return self._add_value(out, self._find_root(node, args, out)) if n is None else n
         if isinstance(out, (tuple, list)):
-            return [self._outs(node, args, o) for o in out]
+            return [self._number_outs(node, args, o) for o in out]
         if out is not None:
-            self.fails(f"{node.op} returns {type(out).__name__}")
+            self.stop_recording(f"{node.op} returns {type(out).__name__}")
         return None
 
-    def _root(self, node: Node, args: tuple, out: torch.Tensor) -> int | None:
+    def _find_root(self, node: OpNode, args: tuple, out: torch.Tensor) -> int | None:
         """The root of the argument that a result shares memory with."""
-        place = storage_of(out)
-        if not self._at(place):  # new memory, of no argument
+        place = get_storage_id(out)
+        if not self._find_in_storage(place):  # new memory, of no argument
             return None
-        tensors = [a for a in pytree.leaves((args, node.kwargs)) if isinstance(a, torch.Tensor)]
+        tensors = [a for a in pytree.get_leaves((args, node.kwargs)) if isinstance(a, torch.Tensor)]
         for n, a in zip(node.reads(), tensors, strict=False):
-            if storage_of(a) == place:
+            if get_storage_id(a) == place:
                 return self.values[n].root
         return None
 
-    def _new(self, t: torch.Tensor, root: int | None) -> int:
+    def _add_value(self, t: torch.Tensor, root: int | None) -> int:
         n = len(self.values)
-        layout = Layout.of(t)
-        self.values.append(Value(layout, n if root is None else root, is_zeros(t)))
+        layout = Layout.from_tensor(t)
+        self.values.append(Value(layout, n if root is None else root, is_zero_tensor(t)))
         self._numbers[id(t)] = n
         self._tensors.append(weakref.ref(t))
-        place = storage_of(t)
+        place = get_storage_id(t)
         held, numbers = self._in_memory.get(place, (None, {}))
         if held is None or held.expired():
             held, numbers = StorageWeakRef(t.untyped_storage()), {}
@@ -456,14 +460,14 @@ class Recorder(DispatchMode):
         return n
 
 
-class _Known(NamedTuple):
+class _OpFacts(NamedTuple):
     """Facts about an operator that each call needs, looked up by id.
 
     To hash an operator takes as long as this look-up.
     """
 
     func: Any  # kept alive, so that no other gets the same id
-    facts: Facts
+    facts: OperatorFacts
     aside: bool
     fresh: bool
     reads: bool
@@ -472,30 +476,30 @@ class _Known(NamedTuple):
     statistics: bool
 
     @classmethod
-    def of(cls, func: Any) -> _Known:
-        known = _KNOWN[id(func)] = cls(
+    def look_up(cls, func: Any) -> _OpFacts:
+        known = _OP_FACTS[id(func)] = cls(
             func,
-            facts(func),
-            aside=func in _ASIDE or func.namespace == "profiler",
-            fresh=func in _FRESH,
-            reads=func in _READS,
-            unfit=func in _UNFIT,
+            get_facts(func),
+            aside=func in _METADATA_OPS or func.namespace == "profiler",
+            fresh=func in _LIFT_FRESH_OPS,
+            reads=func in _READ_OPS,
+            unfit=func in _UNFIT_OPS,
             changes=torch.Tag.inplace_view in func.tags,
-            statistics=bool(facts(func).statistics),
+            statistics=bool(get_facts(func).statistics),
         )
         return known
 
 
-_KNOWN: dict[int, _Known] = {}
+_OP_FACTS: dict[int, _OpFacts] = {}
 _TREES = (list, tuple, dict)
 
 
-def _looks(func: Any, args: tuple) -> bool:
+def _has_dynamic_shape(func: Any, args: tuple) -> bool:
     """True if the shape of the result depends on data."""
-    return facts(func).dynamic and not (func is _INDEX and not _has_mask(args[1]))
+    return get_facts(func).dynamic and not (func is _INDEX and not _has_mask(args[1]))
 
 
-def _maker(frame: Any) -> Any:
+def _find_maker_frame(frame: Any) -> Any:
     """The frame that calls for a tensor of Python's numbers.
 
     ``frame`` is that of the `__torch_dispatch__` that has the operator. A level passes the operator
@@ -521,10 +525,10 @@ def _holds_tensors(given: tuple) -> bool:
             [b for b in row if isinstance(b, (list, tuple))] if type(row) is tuple else row
             for row in rows
         ]
-    return any(isinstance(x, torch.Tensor) for x in pytree.leaves(rows))
+    return any(isinstance(x, torch.Tensor) for x in pytree.get_leaves(rows))
 
 
-def is_whole(t: torch.Tensor) -> bool:
+def is_integer_on_cpu(t: torch.Tensor) -> bool:
     """True for a tensor of integers or bools on the CPU, whose data Python may read."""
     return t.is_cpu and not (t.is_floating_point() or t.is_complex())
 

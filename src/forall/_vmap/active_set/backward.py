@@ -7,27 +7,27 @@ from typing import Any
 import torch
 
 from forall._compat import pytree
-from forall._compat.op_schema import writes
-from forall._core.levels import innermost, levels_in, outside
+from forall._compat.op_schema import find_written_args
+from forall._core.levels import find_innermost, levels_in, run_outside
 from forall._vmap.active_set.merge import (
-    cut,
-    is_of,
-    nothing,
-    united,
+    is_value_of_root,
+    make_zeros_for,
+    select_examples,
+    unite_parts,
 )
-from forall._vmap.active_set.sub_level import common, covers, union
-from forall._vmap.registry import overloads
+from forall._vmap.active_set.sub_level import covers_examples, intersect_examples, unite_examples
+from forall._vmap.registry import list_overloads
 
 aten = torch.ops.aten
 
 
-def _all(names: str) -> frozenset:
-    return frozenset(op for name in names.split() for op in overloads(getattr(aten, name)))
+def _find_overloads(names: str) -> frozenset:
+    return frozenset(op for name in names.split() for op in list_overloads(getattr(aten, name)))
 
 
 # Operators by which a backward pass adds up, or lays side by side: a summand that lacks examples is
 # zero there. Numbers, masks and indices among the operands are no summands.
-SUMS = _all(
+SUMS = _find_overloads(
     """
     add add_ sub sub_ rsub stack cat complex where index_put index_put_ index_add index_add_
     scatter_add scatter_add_ slice_scatter select_scatter diagonal_scatter as_strided_scatter
@@ -36,32 +36,34 @@ SUMS = _all(
     """
 )
 # One summand and a product.
-_BOTH = _all("addmm addmm_ addmv addmv_ addr addr_ addbmm baddbmm addcmul addcmul_ addcdiv")
+_BOTH = _find_overloads(
+    "addmm addmm_ addmv addmv_ addr addr_ addbmm baddbmm addcmul addcmul_ addcdiv"
+)
 
 
-def meet(func: Any, args: tuple, kwargs: dict) -> Any:
+def run_mixed_operands(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator on values of examples of one root, not all of the same ones."""
-    root = innermost(levels_in(args, kwargs)).root
-    values = [b for b in pytree.leaves((args, kwargs)) if is_of(b, root)]
+    root = find_innermost(levels_in(args, kwargs)).root
+    values = [b for b in pytree.get_leaves((args, kwargs)) if is_value_of_root(b, root)]
     if any(b.level is not values[0].level for b in values):
-        known = _target(func, args, values)
+        known = _find_target_level(func, args, values)
         target = known or values[-1].level
 
-        def fitted(a: Any) -> Any:
-            if not is_of(a, root) or a.level is target:
+        def fit_operand(a: Any) -> Any:
+            if not is_value_of_root(a, root) or a.level is target:
                 return a
-            if covers(a.level, target):
-                return cut(a, target)
-            parts = [*_parts(a, target)]
-            return united(parts, target) if parts else nothing(a, target)
+            if covers_examples(a.level, target):
+                return select_examples(a, target)
+            parts = [*_iter_common_examples(a, target)]
+            return unite_parts(parts, target) if parts else make_zeros_for(a, target)
 
-        with outside(root):
-            old, (args, kwargs) = args, pytree.map_tensors(fitted, (args, kwargs))
-            for place in writes(func, args):
+        with run_outside(root):
+            old, (args, kwargs) = args, pytree.map_tensors(fit_operand, (args, kwargs))
+            for place in find_written_args(func, args):
                 if isinstance(place, int) and args[place] is not old[place]:
                     args = (
                         *args[:place],
-                        _moved(func, old[place], args[place]),
+                        _replace_examples(func, old[place], args[place]),
                         *args[place + 1 :],
                     )
         out = target.run(func, args, kwargs)
@@ -71,7 +73,7 @@ def meet(func: Any, args: tuple, kwargs: dict) -> Any:
     return values[0].level.run(func, args, kwargs)
 
 
-def _target(func: Any, args: tuple, values: list) -> Any:
+def _find_target_level(func: Any, args: tuple, values: list) -> Any:
     """The level that an operator is done for; None where its factors have no examples in common."""
     if func is aten.copy_.default:
         return args[0].level
@@ -82,12 +84,12 @@ def _target(func: Any, args: tuple, values: list) -> Any:
         if not sums or not (b.is_floating_point() or b.is_complex()):
             factors.append(b)
         else:
-            target = b.level if target is None else union(target, b.level)
+            target = b.level if target is None else unite_examples(target, b.level)
     for b in factors:
-        target = b.level if target is None else common(target, b.level)
+        target = b.level if target is None else intersect_examples(target, b.level)
         if target is None:
             return None
-    if func in _BOTH and args[0].level is not target and not covers(target, args[0].level):
+    if func in _BOTH and args[0].level is not target and not covers_examples(target, args[0].level):
         raise NotImplementedError(
             f"vmap: {func} adds to a gradient of examples that have parted a product of some of "
             "them.\nWrite it as a product and a sum."
@@ -95,14 +97,14 @@ def _target(func: Any, args: tuple, values: list) -> Any:
     return target
 
 
-def _parts(b: Any, target: Any) -> Any:
+def _iter_common_examples(b: Any, target: Any) -> Any:
     """Yield the level and the values of the examples that ``b`` has of those of ``target``."""
-    some = common(b.level, target)
+    some = intersect_examples(b.level, target)
     if some is not None:
-        yield some, (b if some is b.level else cut(b, some))
+        yield some, (b if some is b.level else select_examples(b, some))
 
 
-def _moved(func: Any, written: Any, made: Any) -> Any:
+def _replace_examples(func: Any, written: Any, made: Any) -> Any:
     """Replace the examples of a tensor that is written into by those of ``made``."""
     family = written.family
     if family is not None and sum(m() is not None for m in family.members) > 1:

@@ -1,69 +1,73 @@
 """Reruns of one call for each group of examples that agree, in the middle of a function.
 
 If the call has written into tensors, or drawn, before its examples diverge, that would happen
-twice. Then the whole function is run again instead (`Apart`), and all its effects are undone.
+twice. Then the whole function is run again instead (`CannotMerge`), and all its effects are undone.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forall._core.divergence import Parted
+from forall._core.divergence import Diverged
 from forall._core.levels import stack
 from forall._random import key_scope
 from forall._vmap.active_set.active_mask import (
-    Apart,
-    World,
-    now,
-    running,
+    ActiveSet,
+    CannotMerge,
+    get_active_set,
+    run_active_set,
 )
-from forall._vmap.active_set.sub_level import chosen, common, prepare
-from forall._vmap.concretize_listeners import repeatable
-from forall._vmap.mutation.mutation_log import written
+from forall._vmap.active_set.sub_level import intersect_examples, prepare_root, select_sub_level
+from forall._vmap.concretize_listeners import run_repeatably
+from forall._vmap.mutation.mutation_log import write_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any]) -> Any:
+def run_per_group(
+    call: Callable[[], Any], join: Callable[[list[tuple[ActiveSet, Any]]], Any]
+) -> Any:
     """Return ``call()``, made once for all or, where examples diverge, once for each group."""
-    todo, done = [now()], []
+    todo, done = [get_active_set()], []
     while todo:
         world = todo.pop(0)
-        before = _used()
+        before = _take_side_effects()
         try:
-            with running(world):
-                done.append((world, repeatable(call)))
+            with run_active_set(world):
+                done.append((world, run_repeatably(call)))
         except Exception:
             if done or todo:  # some examples fail and may catch it, others do not
-                raise Apart("code that is not converted fails for some examples alone") from None
+                raise CannotMerge(
+                    "code that is not converted fails for some examples alone"
+                ) from None
             raise
-        except Parted as parted:
+        except Diverged as parted:
             root = parted.level
             root.parted = None
-            if any(a is not b for a, b in zip(_used(), before, strict=True)):
-                raise Apart(
+            if any(a is not b for a, b in zip(_take_side_effects(), before, strict=True)):
+                raise CannotMerge(
                     "code that is not converted wrote, or drew, before its examples parted"
                 ) from None
-            todo = _cut(world, root, parted.groups) + todo
+            todo = _split_active_set(world, root, parted.groups) + todo
     return done[0][1] if len(done) == 1 else join(done)
 
 
-def _used() -> tuple:
+def _take_side_effects() -> tuple:
     """Counts and objects that change if anything was written, or drawn."""
-    scope = key_scope.running()
-    return written.times, scope, None if scope is None else scope.count
+    scope = key_scope.find_running_scope()
+    return write_counts.times, scope, None if scope is None else scope.count
 
 
-def _cut(world: World, root: Any, groups: list[list[int]]) -> list[World]:
+def _split_active_set(world: ActiveSet, root: Any, groups: list[list[int]]) -> list[ActiveSet]:
     """Split an active set into the pieces that these groups of a level's examples make of it."""
-    prepare(root)
+    prepare_root(root)
     pieces = []
     for group in groups:
         if stack.late is not None:
             stack.late()
-        pieces.append(common(world.of(root), chosen(root, group)))
+        pieces.append(intersect_examples(world.get_level(root), select_sub_level(root, group)))
     found = [piece for piece in pieces if piece is not None]
     if len(found) < 2:
-        raise Apart("code that is not converted parts in the same way once more") from None
-    return [World({**world.parts, root: piece}) for piece in found]
+        raise CannotMerge("code that is not converted parts in the same way once more") from None
+    return [ActiveSet({**world.parts, root: piece}) for piece in found]

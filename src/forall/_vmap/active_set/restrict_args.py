@@ -12,34 +12,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat import exception_safety
-from forall._compat.devices import on_device
-from forall._compat.dispatch_state import forward_mode_runs, functions_off, no_dispatch
+from forall._compat.devices import copy_index_to
+from forall._compat.dispatch_state import functions_off, is_forward_mode_on, no_dispatch
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.divergence import Apart
-from forall._core.levels import act, lift, stack
+from forall._core.divergence import CannotMerge
+from forall._core.levels import lift, set_acting_level, stack
 from forall._vmap.active_set.merge import (
-    cut,
-    examples_in,
-    for_those_asked,
-    is_second_name,
+    find_level_of_root,
+    is_restricted_by_alias,
     is_stale,
-    layers,
-    merged,
-    narrow,
-    restricted,
-    stale,
+    iter_layers,
+    iter_stale_levels,
+    merge_parts,
+    restrict_to_level,
+    restrict_to_running,
+    restrict_users_gradients,
+    select_examples,
 )
 from forall._vmap.active_set.sub_level import (
-    common,
-    covers,
-    places_in,
-    without,
+    covers_examples,
+    find_positions_in,
+    intersect_examples,
+    subtract_examples,
 )
-from forall._vmap.batched_tensor import Batched
-from forall._vmap.fast_path.api_calls import are_words, is_pointwise
-from forall._vmap.function_mode import NARROWED
+from forall._vmap.batched_tensor import BatchedTensor
+from forall._vmap.fast_path.api_calls import are_plain_options, is_pointwise
+from forall._vmap.function_mode import RESTRICTIONS
 from forall._vmap.mutation import view_copies
-from forall._vmap.mutation.mutation_log import written
+from forall._vmap.mutation.mutation_log import write_counts
 from forall._vmap.registry import CALLS
 
 if TYPE_CHECKING:
@@ -72,16 +72,16 @@ _SET_DATA = frozenset({Tensor.data.__set__})
 _SEQUENCES = frozenset({list, tuple})
 
 
-class _Kept(exception_safety.Here):
+class _RestrictionCache(exception_safety.RestoredState):
     """The restricted tensors of the examples that run, with those that others had before."""
 
     found: dict[int, tuple[Any, Any, Any]] | None = None
 
 
-kept = _Kept.made(idle=True)
+restriction_cache = _RestrictionCache.make_instance(idle=True)
 
 
-def forget(found: dict[int, tuple[Any, Any, Any]]) -> None:
+def restore_cached_copies(found: dict[int, tuple[Any, Any, Any]]) -> None:
     """Restore the cached copies that tensors had before these examples ran.
 
     A tensor must not hold its copies any longer, since they hold it.
@@ -91,14 +91,14 @@ def forget(found: dict[int, tuple[Any, Any, Any]]) -> None:
         own["narrowed"], own["read"] = was, was_read
 
 
-class Fit(NamedTuple):
+class RestrictedArgs(NamedTuple):
     """The arguments of a call for the examples that run, and the tensors that they stand for."""
 
     args: tuple
     kwargs: dict
     stands: dict[int, Tensor]  # by the id of what stands for it
 
-    def given(self, out: Any) -> Any:
+    def restore_identity(self, out: Any) -> Any:
         """The answer as the user expects it: a call that returns its argument returns that one."""
         if self.stands:
             if isinstance(out, Tensor):
@@ -108,29 +108,35 @@ class Fit(NamedTuple):
         return out
 
 
-def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
+def restrict_args(func: Any, args: tuple, kwargs: dict) -> RestrictedArgs:
     """Restrict the arguments of an API call to the examples that run."""
     stands: dict[int, Tensor] = {}
-    if func is Tensor.register_hook and type(args[0]) is Batched and is_stale(args[0]):
-        return Fit((args[0], _of_some(args[0].level.acting, *args[1:], **kwargs)), {}, stands)
+    if func is Tensor.register_hook and type(args[0]) is BatchedTensor and is_stale(args[0]):
+        return RestrictedArgs(
+            (args[0], _restrict_hook(args[0].level.acting_level, *args[1:], **kwargs)), {}, stands
+        )
     if func in _ITSELF:
-        return Fit(args, kwargs, stands)
+        return RestrictedArgs(args, kwargs, stands)
     if func in _SET_DATA and is_stale(args[0]):
         raise NotImplementedError(
             "vmap: x.data = .. where examples have parted, of an x from before.\n"
             "Use x.copy_(..) under torch.no_grad()."
         )
     # A pointwise call makes no view either: nobody can write into its operands.
-    reads = is_pointwise(func) and (not kwargs or are_words(kwargs)) and not _says_yes(args)
+    reads = (
+        is_pointwise(func)
+        and (not kwargs or are_plain_options(kwargs))
+        and not _may_ask_inplace(args)
+    )
     if func in _PASSES:
-        return _pass(args, kwargs, *_PASSES[func])
-    args = tuple([_fit(a, stands, reads) for a in args])
+        return _restrict_backward_args(args, kwargs, *_PASSES[func])
+    args = tuple([_restrict_argument(a, stands, reads) for a in args])
     if kwargs:
-        kwargs = {k: _fit(a, stands, reads) for k, a in kwargs.items()}
-    return Fit(args, kwargs, stands)
+        kwargs = {k: _restrict_argument(a, stands, reads) for k, a in kwargs.items()}
+    return RestrictedArgs(args, kwargs, stands)
 
 
-def _pass(args: tuple, kwargs: dict, *names: str) -> Fit:
+def _restrict_backward_args(args: tuple, kwargs: dict, *names: str) -> RestrictedArgs:
     """Restrict a backward pass to the examples that run.
 
     Its inputs stay the very tensors: a copy of their rows is no leaf, and nothing was made of it.
@@ -138,85 +144,87 @@ def _pass(args: tuple, kwargs: dict, *names: str) -> Fit:
     """
     given = dict(zip(names, args, strict=False)) | kwargs
     if len(args) > len(names) or given.keys() - set(names):
-        return Fit(args, kwargs, {})  # for torch to complain of
+        return RestrictedArgs(args, kwargs, {})  # for torch to complain of
     stands: dict[int, Tensor] = {}
     inputs = given.pop("inputs", None)
-    given = {k: _fit(a, stands, reads=False) for k, a in given.items()}
+    given = {k: _restrict_argument(a, stands, reads=False) for k, a in given.items()}
     given["retain_graph"] = True
     if inputs is not None:
         given["inputs"] = inputs
     first = given.pop(names[0], None)
-    return Fit(() if first is None else (first,), given, stands)
+    return RestrictedArgs(() if first is None else (first,), given, stands)
 
 
-def _says_yes(args: tuple) -> bool:
+def _may_ask_inplace(args: tuple) -> bool:
     """True if an argument may ask for an in-place call, as in ``F.relu(x, True)``."""
     return any(a is True for a in args)
 
 
-def _of_some(some: Any, hook: Callable[[Tensor], Tensor | None]) -> Callable:
+def _restrict_hook(some: Any, hook: Callable[[Tensor], Tensor | None]) -> Callable:
     """A hook on the gradient of the examples that registered it."""
 
-    def hooked(g: Any) -> Tensor | None:
-        if examples_in(g, some) is None:
+    def call_restricted_hook(g: Any) -> Tensor | None:
+        if find_level_of_root(g, some) is None:
             g = lift(g, some.root)  # the same for all of them
-        own: Any = restricted(g, some)
+        own: Any = restrict_to_level(g, some)
         out = None if own is None else hook(own)
         if out is None:
             return None
-        level, found = examples_in(g, some), examples_in(own, some)
-        rest = without(level, found)
+        level, found = find_level_of_root(g, some), find_level_of_root(own, some)
+        rest = subtract_examples(level, found)
         if rest is None:
             return lift(out, found)
-        return merged([(found, restricted(out, found)), (rest, restricted(g, rest))], level)
+        return merge_parts(
+            [(found, restrict_to_level(out, found)), (rest, restrict_to_level(g, rest))], level
+        )
 
-    return hooked
+    return call_restricted_hook
 
 
-def _registered(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
+def _register_hook(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Register a hook, whose gradient may come to be one of some of the examples."""
     if not isinstance(x, Wrapper):
         return NotImplemented
 
-    def asked(g: Tensor) -> Tensor | None:
+    def call_users_hook(g: Tensor) -> Tensor | None:
         out = hook(g)
-        return for_those_asked((g,), out) if stack.ever_parted else out
+        return restrict_users_gradients((g,), out) if stack.ever_parted else out
 
-    return Tensor.register_hook(x, asked)
+    return Tensor.register_hook(x, call_users_hook)
 
 
-def _detached(x: Any) -> Any:
+def _refuse_detach(x: Any) -> Any:
     """Refuse x.detach_() where the tensor has other names, since no operator tells of it."""
-    memory = view_copies.memory_of(x)
+    memory = view_copies.find_alias_family(x)
     if memory is not None and (memory.names or memory.of_rows):
-        raise Apart("detach_ of a tensor that some examples know by another name")
+        raise CannotMerge("detach_ of a tensor that some examples know by another name")
     return NotImplemented
 
 
-CALLS[Tensor.register_hook] = _registered
-CALLS[Tensor.detach_] = CALLS[torch.detach_] = _detached
+CALLS[Tensor.register_hook] = _register_hook
+CALLS[Tensor.detach_] = CALLS[torch.detach_] = _refuse_detach
 
 
-def _fit(a: Any, stands: dict[int, Tensor], reads: bool) -> Any:
+def _restrict_argument(a: Any, stands: dict[int, Tensor], reads: bool) -> Any:
     if isinstance(a, Wrapper):
         if not is_stale(a):
             return a
-        found = _narrowed(a, reads)
+        found = _restrict_cached(a, reads)
         stands[id(found)] = a
         return found
     if type(a) in _SEQUENCES and a:
-        inner = [_fit(b, stands, reads) for b in a]
+        inner = [_restrict_argument(b, stands, reads) for b in a]
         if any(x is not y for x, y in zip(a, inner, strict=True)):
             return type(a)(inner)
     return a
 
 
-def for_those_that_run(t: Tensor) -> Tensor:
+def restrict_tensor(t: Tensor) -> Tensor:
     """Restrict one tensor to the examples that run."""
-    return _fit(t, {}, reads=False)
+    return _restrict_argument(t, {}, reads=False)
 
 
-def for_reading(t: Batched, level: Any) -> Tensor | None:
+def restrict_for_reading(t: BatchedTensor, level: Any) -> Tensor | None:
     """The stack of a value that differs, for the examples of ``level``, which run.
 
     None if the value belongs to another level. The stack must not be written into.
@@ -225,31 +233,31 @@ def for_reading(t: Batched, level: Any) -> Tensor | None:
     if t.axis is None or own.root is not level.root or not own.active or type(value) is not Tensor:
         return None
     if t.narrowed is not None:  # the copy may have been written into
-        return _narrowed(t, reads=True).value if covers(own, level) else None
+        return _restrict_cached(t, reads=True).value if covers_examples(own, level) else None
     # A tensor without a family does not count what is written into it.
-    times = t.family.times if t.family is not None else -1 - written.times
+    times = t.family.times if t.family is not None else -1 - write_counts.times
     known = t.read
     if known is not None and known[2] == times:
         some, picked, _ = known
         if some is level:
             return picked
-        if covers(some, level):  # those of fewer are nearer
+        if covers_examples(some, level):  # those of fewer are nearer
             own, value = some, picked
-    if not covers(own, level):
+    if not covers_examples(own, level):
         return None
-    places = places_in(level, own)
+    places = find_positions_in(level, own)
     with no_dispatch(), functions_off():
-        value = value.index_select(t.axis, on_device(places, value.device))
-    if kept.found is not None:
-        kept.found.setdefault(id(t), (t, None, known))
+        value = value.index_select(t.axis, copy_index_to(places, value.device))
+    if restriction_cache.found is not None:
+        restriction_cache.found.setdefault(id(t), (t, None, known))
         own_names: Any = t.__dict__
         own_names["read"] = level, value, times
     return value
 
 
-def _narrowed(t: Any, reads: bool) -> Tensor:
+def _restrict_cached(t: Any, reads: bool) -> Tensor:
     """The restricted copy of a tensor, cached as long as the wider tensor does not change."""
-    memory, records = view_copies.memory_of(t), _records(t)
+    memory, records = view_copies.find_alias_family(t), _is_recording(t)
     assert memory is not None  # noqa: S101 - it is stale
     known = t.narrowed
     if known is not None:
@@ -258,31 +266,31 @@ def _narrowed(t: Any, reads: bool) -> Tensor:
             times = of.x_seen
         if times == memory.times and records == recorded and not is_stale(found):
             if of is None and not reads:
-                t.narrowed = found, times, recorded, _stand(found, t)
+                t.narrowed = found, times, recorded, _make_row_copy(found, t)
             return found
-    found = narrow(t)
-    of = None if reads else _stand(found, t)
-    if kept.found is not None:
-        kept.found.setdefault(id(t), (t, known, t.read))
+    found = restrict_to_running(t)
+    of = None if reads else _make_row_copy(found, t)
+    if restriction_cache.found is not None:
+        restriction_cache.found.setdefault(id(t), (t, known, t.read))
         t.narrowed = found, memory.times, records, of
     return found
 
 
-def _records(t: Tensor) -> bool:
+def _is_recording(t: Tensor) -> bool:
     """True if a derivative is recorded; a copy made without one does not serve with one."""
-    return torch.is_grad_enabled() and (t.requires_grad or forward_mode_runs())
+    return torch.is_grad_enabled() and (t.requires_grad or is_forward_mode_on())
 
 
-def _stand(found: Any, t: Any) -> Rows | None:
+def _make_row_copy(found: Any, t: Any) -> RestrictedRows | None:
     with functions_off():
-        if is_second_name(t):
+        if is_restricted_by_alias(t):
             return None
-        of = Rows(found, t)
-        view_copies.enlist(of)
+        of = RestrictedRows(found, t)
+        view_copies.register_view_copy(of)
         return of
 
 
-class Rows(view_copies.Standing):
+class RestrictedRows(view_copies.ViewCopy):
     """A restricted tensor, and the wider tensor whose rows it has."""
 
     __slots__ = ("own", "worlds")
@@ -292,70 +300,76 @@ class Rows(view_copies.Standing):
         memory = self.memory()
         assert memory is not None  # noqa: S101 - that of picked
         memory.of_rows = True
-        self.worlds = [*stale(x)]
-        self.own = {b.level.root: b.level for b in layers(picked)}
+        self.worlds = [*iter_stale_levels(x)]
+        self.own = {b.level.root: b.level for b in iter_layers(picked)}
 
-    def put_back(self, picked: Tensor) -> None:
-        now = [(root, root.acting) for root, _, _ in self.worlds]
+    def write_to_base(self, picked: Tensor) -> None:
+        now = [(root, root.acting_level) for root, _, _ in self.worlds]
         try:
             for root, wide, _ in self.worlds:
-                act(root, wide)
-            torch.ops.aten.copy_.default(self.x, _overlaid(self.x, picked, self.worlds))
+                set_acting_level(root, wide)
+            torch.ops.aten.copy_.default(self.x, _overlay_examples(self.x, picked, self.worlds))
         finally:
             for root, was in now:
-                act(root, was)
+                set_acting_level(root, was)
 
-    def heard(self, writers: list[view_copies.Standing], times: int) -> None:
+    def note_written_back(self, writers: list[view_copies.ViewCopy], times: int) -> None:
         """Mark this copy as current if only copies of other examples were written into."""
-        if all(type(w) is Rows and self._is_apart(w) for w in writers):
+        if all(type(w) is RestrictedRows and self._is_disjoint_from(w) for w in writers):
             self.x_seen = times
 
-    def _is_apart(self, other: Rows) -> bool:
+    def _is_disjoint_from(self, other: RestrictedRows) -> bool:
         return any(
-            root in other.own and common(own, other.own[root]) is None
+            root in other.own and intersect_examples(own, other.own[root]) is None
             for root, own in self.own.items()
             if own.root is not own
         )
 
-    def follow(self, picked: Tensor) -> None:
-        now = [(root, root.acting) for root, _, _ in self.worlds]
+    def copy_from_base(self, picked: Tensor) -> None:
+        now = [(root, root.acting_level) for root, _, _ in self.worlds]
         try:
             for root, _, own in self.worlds:
-                act(root, own)
-            torch.ops.aten.copy_.default(picked, narrow(self.x))
+                set_acting_level(root, own)
+            torch.ops.aten.copy_.default(picked, restrict_to_running(self.x))
         finally:
             for root, was in now:
-                act(root, was)
+                set_acting_level(root, was)
 
 
-def _overlaid(x: Any, some: Tensor, worlds: list) -> Tensor:
+def _overlay_examples(x: Any, some: Tensor, worlds: list) -> Tensor:
     """A tensor with the rows of some of its examples replaced by what these hold now."""
     if not worlds:
         return some
     (_, wide, own), *inner = worlds
-    rest = without(wide, own)
-    some = _overlaid(restricted(x, own), some, inner)
-    return some if rest is None else merged([(rest, restricted(x, rest)), (own, some)], wide)
+    rest = subtract_examples(wide, own)
+    some = _overlay_examples(restrict_to_level(x, own), some, inner)
+    return (
+        some
+        if rest is None
+        else merge_parts([(rest, restrict_to_level(x, rest)), (own, some)], wide)
+    )
 
 
-def of_one_part(args: tuple) -> tuple:
+def restrict_to_one_part(args: tuple) -> tuple:
     """The arguments of a user's call in a backward pass, where a cotangent is of some examples.
 
     What is the same for all is for them as well: a hook's constant is no cotangent of the others.
     """
     found: dict[Any, set[Any]] = {}
     for a in args:
-        if type(a) is Batched and a.axis is not None:
+        if type(a) is BatchedTensor and a.axis is not None:
             found.setdefault(a.level.root, set()).add(a.level)
     parts = {root: next(iter(levels)) for root, levels in found.items() if len(levels) == 1}
     if all(root is level for root, level in parts.items()):
         return args
     return tuple(
-        cut(a, parts[a.level.root])
-        if type(a) is Batched and a.axis is None and a.level is not parts.get(a.level.root, a.level)
+        select_examples(a, parts[a.level.root])
+        if type(a) is BatchedTensor
+        and a.axis is None
+        and a.level is not parts.get(a.level.root, a.level)
         else a
         for a in args
     )
 
 
-NARROWED.extend([narrowed, of_one_part])
+RESTRICTIONS.extend([restrict_args, restrict_to_one_part])

@@ -1,7 +1,7 @@
 """Sub-levels: levels of some of another's examples, which act while examples diverge.
 
 NOTE [parts]
-    Where examples diverge, a sub-level (`Part`) acts in the place of its level, the *root*. It is
+    Where examples diverge, a sub-level (`SubLevel`) acts in the place of its level, the *root*. It is
     a level of its own with the rows of some examples, so the rules need no change. A tensor made
     for more examples is restricted to those that run where an API call takes it (`narrow`), before
     autograd sees an operator. Tensors of sub-levels become one of their union by `merged`. Both
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from forall._compat.bitset import everyone, to_flags, to_int
+from forall._compat.bitset import make_full_set, to_flags, to_int
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._vmap.vmap_level import VmapLevel
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-class Part(VmapLevel):
+class SubLevel(VmapLevel):
     """A sub-level, of some of a root's examples: ``members`` has a bit for each of those (`flags`).
 
     See NOTE [parts].
@@ -46,9 +46,13 @@ class Part(VmapLevel):
         self.members = members
         self.size = size
         self.number, self.room, self.around = root.number, root.room, root.around
-        self.calls, self.settles = root.calls, False
-        self.randomness, self.scope, self.ledger = root.randomness, root.scope, root.ledger
-        self.records_values = self.peels = False
+        self.calls, self.applies_updates = root.calls, False
+        self.randomness, self.scope, self.mutation_log = (
+            root.randomness,
+            root.scope,
+            root.mutation_log,
+        )
+        self.records_values = self.records_on_value = False
         self.shares = self.parts = True
         self.outer_grad = root.outer_grad
         self.counted, self.met = None, []
@@ -71,12 +75,12 @@ class Part(VmapLevel):
     def rows(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The numbers in the root of these examples, ascending."""
         if self._rows is None:
-            self._rows = self._found()
+            self._rows = self._find_rows()
         return self._rows
 
-    def _found(self) -> Tensor:
+    def _find_rows(self) -> Tensor:
         if self.born is not None:
-            level, places = self.born[0], self._settled()
+            level, places = self.born[0], self._find_positions()
             if level is self.of:
                 return places
             rows = level.rows
@@ -94,7 +98,7 @@ class Part(VmapLevel):
         with no_dispatch(), functions_off():
             return flags.nonzero().view(-1)
 
-    def _settled(self) -> Tensor:
+    def _find_positions(self) -> Tensor:
         """The positions of these examples in the level of `born`, which is held no longer."""
         assert self.born is not None  # noqa: S101 - who asks knows
         level, test = self.born
@@ -104,14 +108,14 @@ class Part(VmapLevel):
         self._near = ref(level), places
         return places
 
-    def is_unknown(self) -> bool:
+    def has_unknown_rows(self) -> bool:
         """True if nothing says yet which examples these are in their level."""
         return self.born is None and self._near is None and self._rows is None
 
-    def places_in(self, level: Any) -> Tensor:
+    def find_positions_in(self, level: Any) -> Tensor:
         """The positions of these examples in ``level``, which has all of them."""
         if self.born is not None and self.born[0] is level:
-            return self._settled()
+            return self._find_positions()
         if self._near is not None and self._near[0]() is level:
             return self._near[1]
         if self._places is None:
@@ -124,8 +128,8 @@ class Part(VmapLevel):
         return found
 
     @property
-    def acting(self) -> Any:
-        return self.of.acting
+    def acting_level(self) -> Any:
+        return self.of.acting_level
 
     @property
     def parent(self) -> Any:
@@ -136,19 +140,19 @@ class Part(VmapLevel):
         return self.of.active
 
     @property
-    def lifted(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.of.lifted
+    def lift_cache(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.lift_cache
 
-    def some(self, tensor: Tensor) -> Tensor:
-        from forall._vmap.active_set.merge import restricted  # imports this module
+    def restrict_value(self, tensor: Tensor) -> Tensor:
+        from forall._vmap.active_set.merge import restrict_to_level  # imports this module
 
-        found = restricted(tensor, self)
+        found = restrict_to_level(tensor, self)
         assert found is not None  # noqa: S101 - it is one of all examples
         return found
 
     @property
-    def notes(self) -> bool:
-        return self.of.notes
+    def logs_writes(self) -> bool:
+        return self.of.logs_writes
 
     @property
     def origin(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -157,28 +161,28 @@ class Part(VmapLevel):
         return whole._replace(numbers=[numbers[n] for n in self.rows.tolist()])
 
 
-def part(root: Any, members: int, size: int | None = None) -> Any:
+def get_sub_level(root: Any, members: int, size: int | None = None) -> Any:
     """The level of these examples: the root itself for all, None for none, else a sub-level."""
     if members == root.members:
         return root
     if not members:
         return None
-    found = root.made.get(members)
+    found = root.sub_levels.get(members)
     if found is None:
         size = members.bit_count() if size is None else size
-        found = root.made[members] = Part(root, members, size)
+        found = root.sub_levels[members] = SubLevel(root, members, size)
     return found
 
 
-def prepare(root: Any) -> None:
+def prepare_root(root: Any) -> None:
     """Give a level the bit set and the row numbers that its sub-levels are found by."""
     if root.members is None:
         with no_dispatch(), functions_off():
             root.rows = torch.arange(root.size)
-        root.members, root.order = everyone(root.size), None
+        root.members, root.order = make_full_set(root.size), None
 
 
-def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
+def split_by_test(level: Any, test: Tensor) -> tuple[Any, Any]:
     """Sub-levels of the examples for which a test (n,) holds and does not; None for none."""
     root = level.root
     with no_dispatch(), functions_off():
@@ -190,37 +194,37 @@ def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
             return None, level
         if count == level.size:
             return level, None
-        prepare(root)
+        prepare_root(root)
         flags = test
         if level is not root:
             flags = torch.zeros(root.size, dtype=torch.bool).index_copy_(0, level.rows, test)
         members = to_int(flags)
-    yes = part(root, members, count)
-    no = part(root, level.members ^ members, level.size - count)
+    yes = get_sub_level(root, members, count)
+    no = get_sub_level(root, level.members ^ members, level.size - count)
     yes.half = no.half = (ref(level),)
-    if yes.is_unknown():
+    if yes.has_unknown_rows():
         yes._near = ref(level), places
-    if no.is_unknown():
+    if no.has_unknown_rows():
         no.born = level, test
     return yes, no
 
 
-def chosen(level: Any, numbers: list[int]) -> Any:
+def select_sub_level(level: Any, numbers: list[int]) -> Any:
     """The sub-level of the examples that have these numbers in ``level``."""
-    prepare(level.root)
+    prepare_root(level.root)
     with no_dispatch(), functions_off():
         flags = torch.zeros(level.root.size, dtype=torch.bool)
         flags[level.rows[numbers]] = True
-        return part(level.root, to_int(flags))
+        return get_sub_level(level.root, to_int(flags))
 
 
-def places_in(some: Any, level: Any) -> Tensor:
-    """The positions of the examples of ``some`` in ``level``, which has all of them."""
-    return some.rows if level is level.root else some.places_in(level)
+def find_positions_in(some: Any, level: Any) -> Tensor:
+    """The positions of the examples of ``restrict_value`` in ``level``, which has all of them."""
+    return some.rows if level is level.root else some.find_positions_in(level)
 
 
-def covers(level: Any, some: Any) -> bool:
-    """True if all examples of ``some`` are among those of ``level``."""
+def covers_examples(level: Any, some: Any) -> bool:
+    """True if all examples of ``restrict_value`` are among those of ``level``."""
     if level is some or level is level.root:
         return True
     if some is not some.root and some.born is not None and some.born[0] is level:
@@ -228,7 +232,7 @@ def covers(level: Any, some: Any) -> bool:
     return not some.members & ~level.members
 
 
-def union(first: Any, *others: Any) -> Any:
+def unite_examples(first: Any, *others: Any) -> Any:
     """The sub-level with the examples of all of these."""
     if all(other is first for other in others):
         return first
@@ -239,14 +243,14 @@ def union(first: Any, *others: Any) -> Any:
     members = first.members
     for other in others:
         members |= other.members
-    return part(first.root, members)
+    return get_sub_level(first.root, members)
 
 
-def without(level: Any, some: Any) -> Any | None:
-    """The sub-level with the examples of ``level`` that ``some`` lacks; None if there are none."""
-    return None if level is some else part(level.root, level.members & ~some.members)
+def subtract_examples(level: Any, some: Any) -> Any | None:
+    """The sub-level with the examples of ``level`` that ``restrict_value`` lacks; None if there are none."""
+    return None if level is some else get_sub_level(level.root, level.members & ~some.members)
 
 
-def common(a: Any, b: Any) -> Any | None:
+def intersect_examples(a: Any, b: Any) -> Any | None:
     """The sub-level with the examples that are in both; None where there are none."""
-    return a if a is b else part(a.root, a.members & b.members)
+    return a if a is b else get_sub_level(a.root, a.members & b.members)

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from forall._compat.devices import function_modes
+from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import (
     below_autograd,
-    dispatch_modes,
+    count_dispatch_modes,
     functions_off,
+    has_users_tangents,
     in_torch_func,
     is_autocast,
     no_dispatch,
-    users_tangents,
 )
-from forall._compat.op_schema import facts
+from forall._compat.op_schema import get_facts
 from forall._compat.private_api import PLAIN, OpOverloadPacket
-from forall._vmap.batched_tensor import Batched, wrap
-from forall._vmap.memory_layout import is_open
+from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
+from forall._vmap.memory_layout import is_layout_open
 from forall._vmap.registry import DIRECT
 
 _NUMBERS = frozenset({int, float})
@@ -36,19 +36,19 @@ _WORDS = frozenset({int, float, bool, str, type(None), torch.dtype})
 _known: dict[Any, Any] = {}
 
 
-def _kind(func: Any) -> Any:
+def _find_fast_rule(func: Any) -> Any:
     """Find and keep the rule that answers a function of torch or method of Tensor, if any."""
     if func in DIRECT:
         rule, ops = DIRECT[func]
         _known[func] = None if _overruled & ops else rule
     else:
-        _known[func] = _on_the_stacks if _is_pointwise(func) else None
+        _known[func] = _call_on_stacks if _is_pointwise(func) else None
     return _known[func]
 
 
 def is_pointwise(func: Any) -> bool:
     """True if this function of torch, or method of Tensor, is one pointwise operator."""
-    return (_known[func] if func in _known else _kind(func)) is _on_the_stacks
+    return (_known[func] if func in _known else _find_fast_rule(func)) is _call_on_stacks
 
 
 def _is_pointwise(func: Any) -> bool:
@@ -61,12 +61,12 @@ def _is_pointwise(func: Any) -> bool:
     ops = (
         [getattr(packet, o) for o in packet.overloads()] if type(packet) is OpOverloadPacket else []
     )
-    on_tensors = [op for op in ops if _takes_tensors(op) and not facts(op).out_names]
+    on_tensors = [op for op in ops if _takes_tensors(op) and not get_facts(op).out_names]
     return bool(on_tensors) and all(
-        facts(op).pointwise
-        and not facts(op).mutates
-        and not facts(op).seeded
-        and not facts(op).dynamic
+        get_facts(op).pointwise
+        and not get_facts(op).mutates
+        and not get_facts(op).seeded
+        and not get_facts(op).dynamic
         and len(op._schema.returns) == 1
         and op not in _overruled
         for op in on_tensors
@@ -77,13 +77,13 @@ _HOMES = (torch, torch.Tensor, functional)
 _overruled: set[Any] = set()
 
 
-def overruled(op: Any) -> None:
+def leave_to_own_rule(op: Any) -> None:
     """Leave an operator to the rule that somebody gave it, so that nothing here answers for it."""
     _overruled.add(op)
     _known.clear()
 
 
-def has_own_rule(ops: frozenset) -> bool:
+def is_any_overruled(ops: frozenset) -> bool:
     """True if somebody gave one of these operators a rule of their own."""
     return not _overruled.isdisjoint(ops)
 
@@ -93,25 +93,25 @@ def _takes_tensors(op: Any) -> bool:
     return any("Tensor" in str(a.type) for a in op._schema.arguments)
 
 
-def answer(func: Any, args: tuple, kwargs: dict | None, level: Any, modes: int = 0) -> Any:
+def answer_call(func: Any, args: tuple, kwargs: dict | None, level: Any, modes: int = 0) -> Any:
     """The result, or None where the dispatcher must be asked; ``modes`` counts our own modes."""
     try:
         way = _known[func]
     except KeyError:
-        way = _kind(func)
-    if way is None or dispatch_modes() != 1 or users_tangents():
+        way = _find_fast_rule(func)
+    if way is None or count_dispatch_modes() != 1 or has_users_tangents():
         return None
-    if way is _on_the_stacks:
-        return _on_the_stacks(func, args, kwargs, level)
-    return _by_rule(way, func, args, kwargs or {}, level, modes)
+    if way is _call_on_stacks:
+        return _call_on_stacks(func, args, kwargs, level)
+    return _answer_by_rule(way, func, args, kwargs or {}, level, modes)
 
 
-def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
+def _call_on_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
     axis = rank = dtype = None
     ranks_differ = False
     values = []
     for a in args:
-        if type(a) is Batched:
+        if type(a) is BatchedTensor:
             v = a.value
             if a.level is not level or a.requires_grad or type(v) not in PLAIN or v.requires_grad:
                 return None
@@ -128,28 +128,28 @@ def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> A
             values.append(a)
         else:
             return None
-    if axis is None or (kwargs and not are_words(kwargs)):
+    if axis is None or (kwargs and not are_plain_options(kwargs)):
         return None
     try:
         with no_dispatch():
             if ranks_differ:
-                values = [_of_rank(v, rank) for v in values]
+                values = [_pad_to_rank(v, rank) for v in values]
             out = func(*values, **kwargs) if kwargs else func(*values)
     except RuntimeError:
         return None  # the long way tells which example failed
-    if axis and is_open(out, values):
+    if axis and is_layout_open(out, values):
         return None
-    return wrap(out, axis, level)
+    return wrap_stack(out, axis, level)
 
 
-def _of_rank(v: Any, rank: int) -> Any:
+def _pad_to_rank(v: Any, rank: int) -> Any:
     """Reshape a stack, its axis in front, to examples with more dims, all of size 1."""
     if type(v) in _NUMBERS or v.dim() == rank:
         return v
     return v.reshape(v.shape[0], *[1] * (rank - v.dim()), *v.shape[1:])
 
 
-def are_words(kwargs: dict) -> bool:
+def are_plain_options(kwargs: dict) -> bool:
     """True if these arguments are options, none of them a tensor or an in-place flag."""
     return not kwargs.get("inplace") and all(type(a) in _WORDS for a in kwargs.values())
 
@@ -158,24 +158,24 @@ def _are_dims(a: Any) -> bool:
     return type(a) in (tuple, list) and all(type(d) is int for d in a)
 
 
-def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any, modes: int) -> Any:
+def _answer_by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any, modes: int) -> Any:
     met = []
     given = (*args, *kwargs.values()) if kwargs else args
-    if not _mapped(given, level, torch.is_grad_enabled(), met):
+    if not _has_mapped_operand(given, level, torch.is_grad_enabled(), met):
         return None
-    if "out" in kwargs or in_torch_func() or is_autocast() or function_modes() != modes:
+    if "out" in kwargs or in_torch_func() or is_autocast() or count_function_modes() != modes:
         return None
     try:
         with functions_off(), no_dispatch(), below_autograd():
-            if met and level.notes:
-                level.ledger.read_by(func, met)
+            if met and level.logs_writes:
+                level.mutation_log.log_operand_reads(func, met)
             out = rule(level, func, args, kwargs)
     except Exception:  # noqa: BLE001 - the long way tells what is wrong, and for which example
         return None
     return None if out is NotImplemented else out
 
 
-def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
+def _has_mapped_operand(given: Any, level: Any, recording: bool, met: list) -> bool | None:
     """True if any differs between the examples; None where a rule cannot take them all.
 
     Tensors from before the call that all examples share are added to ``met``.
@@ -183,7 +183,7 @@ def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
     mapped = False
     for a in given:
         kind = type(a)
-        if kind is Batched:
+        if kind is BatchedTensor:
             v = a.value
             if a.level is not level or type(v) not in PLAIN:
                 return None
@@ -191,7 +191,7 @@ def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
                 return None
             if a.axis is not None:
                 mapped = True
-            elif a.older:
+            elif a.is_external:
                 met.append(a)
         elif kind in PLAIN:
             if recording and a.requires_grad:
@@ -202,7 +202,7 @@ def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
         elif kind is not tuple and kind is not list:
             return None
         else:
-            inside = _mapped(a, level, recording, met)
+            inside = _has_mapped_operand(a, level, recording, met)
             if inside is None:
                 return None
             mapped |= inside

@@ -1,8 +1,8 @@
 """Raw stacks without their wrappers, for functions that do nothing but compute.
 
-A `Bare` has Python's operators and the torch functions that are one operator on stacks. Anything
-else raises `Aside`: the function is left, and called again with wrappers. Only such a function ever
-sees a `Bare`, and each of its operators costs no wrapper, mode or dispatcher.
+A `RawStack` has Python's operators and the torch functions that are one operator on stacks. Anything
+else raises `LeaveFastPath`: the function is left, and called again with wrappers. Only such a function ever
+sees a `RawStack`, and each of its operators costs no wrapper, mode or dispatcher.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._vmap.active_set.restrict_args import for_reading
-from forall._vmap.batched_tensor import Batched, wrap
-from forall._vmap.fast_path.api_calls import are_words, has_own_rule, is_pointwise
-from forall._vmap.fast_path.operators import BY_OPERATORS, asked_of, is_clear
+from forall._vmap.active_set.restrict_args import restrict_for_reading
+from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
+from forall._vmap.fast_path.api_calls import are_plain_options, is_any_overruled, is_pointwise
+from forall._vmap.fast_path.operators import BY_OPERATORS, can_use_fast_path, collect_overloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,11 +25,11 @@ _NUMBERS = frozenset({int, float})
 VIEW: Any = object()  # in the place of a wrapper: for a view of another stack
 
 
-class Aside(Exception):  # noqa: N818 - nobody sees it
+class LeaveFastPath(Exception):  # noqa: N818 - nobody sees it
     """Raised where a raw stack cannot answer, so that the function needs wrappers."""
 
 
-class Bare:
+class RawStack:
     """The stack (B, *S) of a value without its wrapper; ``of`` is that wrapper, if one exists."""
 
     __slots__ = ("of", "v")
@@ -39,46 +39,46 @@ class Bare:
         self.of = of
 
     def __getattr__(self, name: str) -> Any:
-        raise Aside
+        raise LeaveFastPath
 
-    def __neg__(self) -> Bare:
-        return Bare(-self.v)
+    def __neg__(self) -> RawStack:
+        return RawStack(-self.v)
 
-    def __abs__(self) -> Bare:
-        return Bare(self.v.abs())
+    def __abs__(self) -> RawStack:
+        return RawStack(self.v.abs())
 
     def __bool__(self) -> bool:
-        raise Aside
+        raise LeaveFastPath
 
     __hash__ = None  # type: ignore[assignment]
 
     def __iter__(self) -> Any:
         return iter(_unbind(self))
 
-    def __getitem__(self, key: Any) -> Bare:
+    def __getitem__(self, key: Any) -> RawStack:
         keys = key if type(key) is tuple else (key,)
         for k in keys:
             parts = (k.start, k.stop, k.step) if type(k) is slice else (k,)
             if not all(p is None or p is Ellipsis or type(p) is int for p in parts):
-                raise Aside
-        return Bare(self.v[(slice(None), *keys)], VIEW)
+                raise LeaveFastPath
+        return RawStack(self.v[(slice(None), *keys)], VIEW)
 
 
-def _aside(*_: Any) -> Any:
-    raise Aside
+def _leave_fast_path(*_: Any) -> Any:
+    raise LeaveFastPath
 
 
-def _other(b: Any, v: Tensor) -> Any:
+def _get_operand(b: Any, v: Tensor) -> Any:
     """The other operand of an operator, as a stack or a number."""
-    if type(b) is Bare:
+    if type(b) is RawStack:
         if b.v.dtype is v.dtype:
             return b.v
     elif type(b) in _NUMBERS:
         return b
-    raise Aside
+    raise LeaveFastPath
 
 
-def _lined_up(v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _pad_to_same_rank(v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Give two stacks of examples the same number of dims."""
     more = v.dim() - w.dim()
     if more > 0:
@@ -86,179 +86,183 @@ def _lined_up(v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return v.reshape(v.shape[0], *[1] * -more, *v.shape[1:]), w
 
 
-def _forward(op: Callable) -> Callable:
-    def operated(a: Bare, b: Any) -> Bare:
+def _make_operator(op: Callable) -> Callable:
+    def apply_operator(a: RawStack, b: Any) -> RawStack:
         v = a.v
-        w = _other(b, v)
+        w = _get_operand(b, v)
         if w is not b and v.dim() != w.dim():
-            v, w = _lined_up(v, w)
-        return Bare(op(v, w))
+            v, w = _pad_to_same_rank(v, w)
+        return RawStack(op(v, w))
 
-    return operated
+    return apply_operator
 
 
-def _reflected(op: Callable) -> Callable:
-    """Make an operator with a number on its left; two stacks go to `_forward`."""
+def _make_reflected(op: Callable) -> Callable:
+    """Make an operator with a number on its left; two stacks go to `_make_operator`."""
 
-    def operated(a: Bare, b: Any) -> Bare:
+    def apply_reflected(a: RawStack, b: Any) -> RawStack:
         if type(b) not in _NUMBERS:
-            raise Aside
-        return Bare(op(b, a.v))
+            raise LeaveFastPath
+        return RawStack(op(b, a.v))
 
-    return operated
+    return apply_reflected
 
 
-def _minus(number: Any, v: Tensor) -> Tensor:
+def _subtract_reflected(number: Any, v: Tensor) -> Tensor:
     return torch.rsub(v, number)  # as Tensor.__rsub__ does, which is in Python
 
 
 _OPERATORS = {
     **BY_OPERATORS,
-    operator.and_: asked_of("__and__ bitwise_and"),
-    operator.or_: asked_of("__or__ bitwise_or"),
-    operator.xor: asked_of("__xor__ bitwise_xor"),
+    operator.and_: collect_overloads("__and__ bitwise_and"),
+    operator.or_: collect_overloads("__or__ bitwise_or"),
+    operator.xor: collect_overloads("__xor__ bitwise_xor"),
 }
 for _op in _OPERATORS:
     _name = _op.__name__.rstrip("_")
     if _op is operator.neg:
         continue
-    setattr(Bare, f"__{_name}__", _forward(_op))
+    setattr(RawStack, f"__{_name}__", _make_operator(_op))
     if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(Bare, f"__r{_name}__", _reflected(_minus if _op is operator.sub else _op))
-        setattr(Bare, f"__i{_name}__", _aside)  # writes into what others may see
+        setattr(
+            RawStack,
+            f"__r{_name}__",
+            _make_reflected(_subtract_reflected if _op is operator.sub else _op),
+        )
+        setattr(RawStack, f"__i{_name}__", _leave_fast_path)  # writes into what others may see
 
 
 # --- functions of torch --------------------------------------------------------------------------
 
 
-def _dim(d: Any, rank: int) -> int:
+def _stack_dim(d: Any, rank: int) -> int:
     """A dim of an example as a dim of its stack."""
     if type(d) is not int or not -rank <= d < rank:
-        raise Aside
+        raise LeaveFastPath
     return d if d < 0 else d + 1
 
 
 def _stack_of(a: Any) -> Tensor:
-    if type(a) is not Bare:
-        raise Aside
+    if type(a) is not RawStack:
+        raise LeaveFastPath
     return a.v
 
 
-def _unbind(a: Bare, dim: int = 0) -> tuple[Bare, ...]:
+def _unbind(a: RawStack, dim: int = 0) -> tuple[RawStack, ...]:
     v = _stack_of(a)
-    return tuple([Bare(w, VIEW) for w in v.unbind(_dim(dim, v.dim() - 1))])
+    return tuple([RawStack(w, VIEW) for w in v.unbind(_stack_dim(dim, v.dim() - 1))])
 
 
-def _unsqueeze(a: Bare, dim: int) -> Bare:
+def _unsqueeze(a: RawStack, dim: int) -> RawStack:
     v = _stack_of(a)
-    return Bare(v.unsqueeze(_dim(dim, v.dim())), VIEW)
+    return RawStack(v.unsqueeze(_stack_dim(dim, v.dim())), VIEW)
 
 
-def _transpose(a: Bare, dim0: int, dim1: int) -> Bare:
+def _transpose(a: RawStack, dim0: int, dim1: int) -> RawStack:
     v = _stack_of(a)
     rank = v.dim() - 1
-    return Bare(v.transpose(_dim(dim0, rank), _dim(dim1, rank)), VIEW)
+    return RawStack(v.transpose(_stack_dim(dim0, rank), _stack_dim(dim1, rank)), VIEW)
 
 
-def _together(op: Callable, more: int) -> Callable:
-    def put(tensors: Any, dim: int = 0) -> Bare:
+def _make_join(op: Callable, more: int) -> Callable:
+    def join_stacks(tensors: Any, dim: int = 0) -> RawStack:
         if type(tensors) not in (list, tuple) or not tensors:
-            raise Aside
+            raise LeaveFastPath
         values = [_stack_of(a) for a in tensors]
         first = values[0]
         if any(v.dtype is not first.dtype or v.dim() != first.dim() for v in values):
-            raise Aside
-        return Bare(op(values, _dim(dim, first.dim() - 1 + more)))
+            raise LeaveFastPath
+        return RawStack(op(values, _stack_dim(dim, first.dim() - 1 + more)))
 
-    return put
+    return join_stacks
 
 
-def _reduced(op: Callable) -> Callable:
-    def reduced(a: Bare, dim: int, keepdim: bool = False) -> Bare:
+def _make_reduction(op: Callable) -> Callable:
+    def reduce_stack(a: RawStack, dim: int, keepdim: bool = False) -> RawStack:
         v = _stack_of(a)
         if type(keepdim) is not bool:
-            raise Aside
-        return Bare(op(v, _dim(dim, v.dim() - 1), keepdim))
+            raise LeaveFastPath
+        return RawStack(op(v, _stack_dim(dim, v.dim() - 1), keepdim))
 
-    return reduced
+    return reduce_stack
 
 
 _CALLS: dict[Any, Callable] = {
-    torch.stack: _together(torch.stack, 1),
-    torch.cat: _together(torch.cat, 0),
+    torch.stack: _make_join(torch.stack, 1),
+    torch.cat: _make_join(torch.cat, 0),
 }
 for _name, _call in {
     "unbind": _unbind,
     "unsqueeze": _unsqueeze,
     "transpose": _transpose,
-    **{name: _reduced(getattr(torch, name)) for name in ("sum", "mean", "amax", "amin")},
+    **{name: _make_reduction(getattr(torch, name)) for name in ("sum", "mean", "amax", "amin")},
 }.items():
     for _home in (torch, Tensor):
         _CALLS[getattr(_home, _name)] = _call
-_USED = asked_of(
+_USED = collect_overloads(
     "stack cat unbind unsqueeze transpose sum mean amax amin select slice alias abs"
 ).union(*_OPERATORS.values())
 
 
-def _pointwise(func: Any) -> Callable:
-    def called(*args: Any, **kwargs: Any) -> Bare:
-        stacks = [a.v for a in args if type(a) is Bare]
-        if not stacks or (kwargs and not are_words(kwargs)):
-            raise Aside
+def _make_raw_pointwise(func: Any) -> Callable:
+    def call_pointwise(*args: Any, **kwargs: Any) -> RawStack:
+        stacks = [a.v for a in args if type(a) is RawStack]
+        if not stacks or (kwargs and not are_plain_options(kwargs)):
+            raise LeaveFastPath
         first = stacks[0]
         rank = max(v.dim() for v in stacks)
-        values = [_fitting(a, first.dtype, rank) for a in args]
+        values = [_align_raw_operand(a, first.dtype, rank) for a in args]
         out = func(*values, **kwargs)
         if type(out) is not Tensor or any(out is v for v in stacks):
-            raise Aside
-        return Bare(out)
+            raise LeaveFastPath
+        return RawStack(out)
 
-    return called
+    return call_pointwise
 
 
-def _fitting(a: Any, dtype: torch.dtype, rank: int) -> Any:
-    if type(a) is Bare:
+def _align_raw_operand(a: Any, dtype: torch.dtype, rank: int) -> Any:
+    if type(a) is RawStack:
         v = a.v
         if v.dtype is not dtype:
-            raise Aside
+            raise LeaveFastPath
         return v if v.dim() == rank else v.reshape(len(v), *[1] * (rank - v.dim()), *v.shape[1:])
     if type(a) not in _NUMBERS:
-        raise Aside
+        raise LeaveFastPath
     return a
 
 
-def does(func: Any) -> Callable:
+def find_raw_version(func: Any) -> Callable:
     """Return the version of a torch function, or of a Tensor method, that takes raw stacks."""
     found = _CALLS.get(func)
     if found is None:
         if not is_pointwise(func):
-            raise Aside
-        found = _pointwise(func)
+            raise LeaveFastPath
+        found = _make_raw_pointwise(func)
     return found
 
 
 # --- in and out ----------------------------------------------------------------------------------
 
 
-def may_be_bare() -> bool:
+def can_use_raw_stacks() -> bool:
     """True if only the level decides what operators mean."""
-    return is_clear() and not has_own_rule(_USED)
+    return can_use_fast_path() and not is_any_overruled(_USED)
 
 
-def bared(a: Batched, level: Any) -> Bare:
+def unwrap_to_raw(a: BatchedTensor, level: Any) -> RawStack:
     """Unwrap a value that differs between the examples of ``level`` and has no derivative."""
     if a.axis is None or a.requires_grad:
-        raise Aside
-    v = a.value if a.level is level else for_reading(a, level)
+        raise LeaveFastPath
+    v = a.value if a.level is level else restrict_for_reading(a, level)
     if type(v) is not Tensor or v.requires_grad:
-        raise Aside
-    return Bare(v.movedim(a.axis, 0) if a.axis else v, a)
+        raise LeaveFastPath
+    return RawStack(v.movedim(a.axis, 0) if a.axis else v, a)
 
 
-def wrapped(b: Bare, level: Any) -> Batched:
+def wrap_raw(b: RawStack, level: Any) -> BatchedTensor:
     """Wrap a raw stack; every call returns the same wrapper."""
     if b.of is VIEW:
-        raise Aside  # a write into it has to reach what it is a view of
+        raise LeaveFastPath  # a write into it has to reach what it is a view of
     if b.of is None:
-        b.of = wrap(b.v, 0, level)
+        b.of = wrap_stack(b.v, 0, level)
     return b.of

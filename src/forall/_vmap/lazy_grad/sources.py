@@ -1,4 +1,4 @@
-"""Sources of lazy gradients (`Unmade`): operators with large results of little data."""
+"""Sources of lazy gradients (`LazyGrad`): operators with large results of little data."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.dispatch_state import users_tangents
+from forall._compat.dispatch_state import has_users_tangents
 from forall._compat.shapes import broadcast_shapes
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import stack
-from forall._vmap.batched_tensor import Batched
+from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.lazy_grad.lazy_tensor import (
     DEPTH,
-    Unmade,
-    entries,
-    flat,
+    LazyGrad,
+    count_result_entries,
+    flatten_args,
+    infer_convolution_shape,
     is_linear,
-    passed,
-    pending,
-    shape_of_convolution,
+    make_lazy_grad,
+    propagate_lazily,
 )
 from forall._vmap.rule_makers.basic import (
-    Stack,
+    MappedStack,
+    expand_to_stack,
     is_mapped,
-    lower,
-    stacked,
+    lower_shared,
 )
-from forall._vmap.rules.embedding import rows_of_bags
-from forall._vmap.rules.grouped_mm import summed as products_in_groups
+from forall._vmap.rules.embedding import compute_row_grads
+from forall._vmap.rules.grouped_mm import sum_grouped_products as products_in_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,37 +41,37 @@ Tensor = torch.Tensor
 WORTH = 1 << 14  # entries of all examples from which a lazy result is worth it
 
 
-def unmade(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+def make_lazy_result(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """The lazy result of an operator in a backward pass under an ended level; None if not lazy."""
-    operands = flat(args)
-    found = [a for a in operands if type(a) is Unmade and a.level.root is level.root]
+    operands = flatten_args(args)
+    found = [a for a in operands if type(a) is LazyGrad and a.level.root is level.root]
     if found:
         if func is aten.detach.default:
             return found[0].graph_free()
         shallow = all(a.depth < DEPTH for a in found)
-        plain = shallow and not kwargs and _is_of_all(level, operands)
+        plain = shallow and not kwargs and _has_all_examples(level, operands)
         if plain and is_linear(level, func, args):
-            new = passed(level, func, args)
+            new = propagate_lazily(level, func, args)
             if new is not None:
                 return new
         for a in found:
-            if type(a) is Unmade:  # it may have been materialized with another
-                a.made()
+            if type(a) is LazyGrad:  # it may have been materialized with another
+                a.materialize()
     source = _SOURCES.get(func)
-    if source is None or kwargs or users_tangents() or not _is_of_all(level, operands):
+    if source is None or kwargs or has_users_tangents() or not _has_all_examples(level, operands):
         return None
     return source(level, func, args) if _are_plain(level, operands) else None
 
 
-def _is_of_all(level: VmapLevel, operands: list) -> bool:
+def _has_all_examples(level: VmapLevel, operands: list) -> bool:
     """True if all examples of the level take part, and it has no sub-levels."""
     if stack.parted or level.root is not level or vars(level).get("made"):  # has sub-levels
         return False
-    return not any(isinstance(a, Wrapper) and _has_parts(a) for a in operands)
+    return not any(isinstance(a, Wrapper) and _has_sub_levels(a) for a in operands)
 
 
-def _has_parts(t: Any) -> bool:
-    while isinstance(t, Wrapper) and type(t) is not Unmade:
+def _has_sub_levels(t: Any) -> bool:
+    while isinstance(t, Wrapper) and type(t) is not LazyGrad:
         if t.level.root is not t.level:
             return True
         t = t.value
@@ -82,43 +82,49 @@ def _are_plain(level: VmapLevel, operands: list) -> bool:
     """True if no value has a history or a lazy bit that is not the wrapper's."""
     if level.records_values:
         return False
-    mine = [a for a in operands if type(a) is Batched and a.level is level]
+    mine = [a for a in operands if type(a) is BatchedTensor and a.level is level]
     return not any(a.value.is_complex() or a.value.is_neg() for a in mine)
 
 
-def _begins(level: VmapLevel, func: Any, args: tuple, shape: Any, add_up: Callable) -> Unmade:
+def _make_source(
+    level: VmapLevel, func: Any, args: tuple, shape: Any, add_up: Callable
+) -> LazyGrad:
     """A lazy result of this shape, in the dtype of the first argument."""
     like = torch.empty(shape, dtype=args[0].dtype, device="meta")
-    return pending(level, like, args, lambda: level.as_it_is(func, args, {}), add_up)
+    return make_lazy_grad(level, like, args, lambda: level.run_now(func, args, {}), add_up)
 
 
-def _pays(level: VmapLevel, entries: int, *operands: Any) -> bool:
+def _is_worth_it(level: VmapLevel, entries: int, *operands: Any) -> bool:
     """True if a lazy result with so many entries for each example is worth it."""
     return level.size * entries >= WORTH and all(entries > a.numel() for a in operands)
 
 
-def _linear(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
+def _lazy_linear(level: VmapLevel, func: Any, args: tuple) -> BatchedTensor | None:
     """The lazy result of a linear operator that adds zeros around a value, or parts beside it."""
-    mapped = [a for a in flat(args) if is_mapped(a, level)]
+    mapped = [a for a in flatten_args(args) if is_mapped(a, level)]
     if not mapped or not is_linear(level, func, args):
         return None
-    return passed(level, func, args) if _pays(level, entries(func, args), *mapped) else None
+    return (
+        propagate_lazily(level, func, args)
+        if _is_worth_it(level, count_result_entries(func, args), *mapped)
+        else None
+    )
 
 
-def _product(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
+def _lazy_matmul(level: VmapLevel, func: Any, args: tuple) -> BatchedTensor | None:
     """(*, V, S) @ (*, S, D): summed over examples it is one product, whose S has all of theirs."""
     left, right = args
     shape = (*left.shape[:-1], right.shape[-1])
 
     def add_up() -> Tensor:
-        a, b = (stacked(x, level) for x in args)
+        a, b = (expand_to_stack(x, level) for x in args)
         a, b = a.mT.movedim(0, -3).flatten(-3, -2), b.movedim(0, -3).flatten(-3, -2)
         return func(a.mT, b)
 
-    return _of_two(level, func, args, shape, add_up)
+    return _lazy_product(level, func, args, shape, add_up)
 
 
-def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
+def _lazy_mul(level: VmapLevel, func: Any, args: tuple) -> BatchedTensor | None:
     """The product of two tensors, both broadcast: its sum over examples is an einsum."""
     left, right = args
     if not isinstance(right, Tensor) or right.numel() <= 1:
@@ -131,27 +137,27 @@ def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
     def add_up() -> Tensor:
         operands: list[Any] = []
         for a in args:
-            v = stacked(a, level)
+            v = expand_to_stack(a, level)
             operands += (v.reshape(len(v), *(n for n in a.shape if n > 1)), [len(shape), *dims(a)])
         out = [d for d, n in enumerate(shape) if n > 1]
         return torch.einsum(*operands, out).reshape(shape)
 
-    return _of_two(level, func, args, shape, add_up)
+    return _lazy_product(level, func, args, shape, add_up)
 
 
-def _of_two(
+def _lazy_product(
     level: VmapLevel, func: Any, args: tuple, shape: Any, add_up: Callable
-) -> Batched | None:
+) -> BatchedTensor | None:
     """A lazy product of two mapped tensors, or of a mapped one with one that is shared."""
     mapped = [a for a in args if is_mapped(a, level)]
-    if args[0].dtype != args[1].dtype or not _pays(level, prod(shape), *mapped):
+    if args[0].dtype != args[1].dtype or not _is_worth_it(level, prod(shape), *mapped):
         return None
     if len(mapped) == 2:
-        return _begins(level, func, args, shape, add_up)
-    return passed(level, func, args) if is_linear(level, func, args) else None
+        return _make_source(level, func, args, shape, add_up)
+    return propagate_lazily(level, func, args) if is_linear(level, func, args) else None
 
 
-def _in_groups(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+def _lazy_grouped_mm(level: VmapLevel, func: Any, args: tuple) -> LazyGrad | None:
     """(M, S), (S, N) -> (G, M, N), summed over in groups: in the sum, those of all examples."""
     left, right, *ends = args
     if len(ends) != 1 or not left.dim() == right.dim() == 2 or left.shape[1] != right.shape[0]:
@@ -159,18 +165,20 @@ def _in_groups(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
     if not (is_mapped(left, level) and is_mapped(right, level)):
         return None
     shape = (len(ends[0]), len(left), right.shape[1])
-    if left.dtype != right.dtype or not _pays(level, prod(shape), left, right):
+    if left.dtype != right.dtype or not _is_worth_it(level, prod(shape), left, right):
         return None
 
     def add_up() -> Tensor:
         mapped = is_mapped(ends[0], level)
-        offs = Stack(stacked(ends[0], level)) if mapped else lower(ends[0], level)
-        return products_in_groups(stacked(left, level), stacked(right, level), offs)
+        offs = (
+            MappedStack(expand_to_stack(ends[0], level)) if mapped else lower_shared(ends[0], level)
+        )
+        return products_in_groups(expand_to_stack(left, level), expand_to_stack(right, level), offs)
 
-    return _begins(level, func, args, shape, add_up)
+    return _make_source(level, func, args, shape, add_up)
 
 
-def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
+def _lazy_weight_grad(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
     """The weight's gradient from all images of all examples at once; the others as they are."""
     g, x, w, *how, mask = args
     if not (is_mapped(g, level) and is_mapped(x, level) and mask[1]) or is_mapped(w, level):
@@ -180,25 +188,25 @@ def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
     alone = (*args[:-1], [False, True, False])
 
     def add_up() -> Tensor:
-        images = (stacked(a, level).flatten(0, 1) for a in (g, x))
-        return func(*images, lower(w, level), *how, alone[-1])[1]
+        images = (expand_to_stack(a, level).flatten(0, 1) for a in (g, x))
+        return func(*images, lower_shared(w, level), *how, alone[-1])[1]
 
     def make_it() -> Any:
-        return level.as_it_is(func, alone, {})[1]
+        return level.run_now(func, alone, {})[1]
 
     like = torch.empty(w.shape, dtype=w.dtype, device="meta")
     others = (None, None, None)
     if mask[0] or mask[2]:
-        others = level.as_it_is(func, (*args[:-1], [mask[0], False, mask[2]]), {})
-    return others[0], pending(level, like, (g, x, w), make_it, add_up), others[2]
+        others = level.run_now(func, (*args[:-1], [mask[0], False, mask[2]]), {})
+    return others[0], make_lazy_grad(level, like, (g, x, w), make_it, add_up), others[2]
 
 
-def _correlated(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+def _lazy_convolution(level: VmapLevel, func: Any, args: tuple) -> LazyGrad | None:
     """A convolution of two mapped tensors, as a second pass has it for a weight's gradient."""
     x, w, bias, *how, transposed, padding, groups = args
     if transposed or bias is not None or not (is_mapped(x, level) and is_mapped(w, level)):
         return None
-    shape = shape_of_convolution(*args)
+    shape = infer_convolution_shape(*args)
     if level.size * max(prod(shape), x.numel(), w.numel()) < WORTH:
         return None
 
@@ -208,58 +216,65 @@ def _correlated(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
         return v.flatten(1, 3)
 
     def add_up() -> Tensor:
-        images, kernels = channels(stacked(x, level), groups), channels(stacked(w, level), 1)
+        images, kernels = (
+            channels(expand_to_stack(x, level), groups),
+            channels(expand_to_stack(w, level), 1),
+        )
         return func(images, kernels, None, *how, False, padding, groups)
 
-    return _begins(level, func, args, shape, add_up)
+    return _make_source(level, func, args, shape, add_up)
 
 
-def _table(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+def _lazy_embedding_grad(level: VmapLevel, func: Any, args: tuple) -> LazyGrad | None:
     g, index, rows, padding, by_frequency = args
-    if by_frequency or not is_mapped(g, level) or not _pays(level, rows * g.shape[-1], g):
+    if by_frequency or not is_mapped(g, level) or not _is_worth_it(level, rows * g.shape[-1], g):
         return None
 
     def add_up() -> Tensor:
-        return func(stacked(g, level), stacked(index, level), rows, padding, by_frequency)
+        return func(
+            expand_to_stack(g, level), expand_to_stack(index, level), rows, padding, by_frequency
+        )
 
-    return _begins(level, func, args, (rows, g.shape[-1]), add_up)
+    return _make_source(level, func, args, (rows, g.shape[-1]), add_up)
 
 
-def _bags(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+def _lazy_embedding_bag_grad(level: VmapLevel, func: Any, args: tuple) -> LazyGrad | None:
     g, indices, offsets, _, count, best, rows, by_frequency, mode, sparse, own, *padding = args
     if by_frequency or sparse or not is_mapped(g, level):
         return None
-    if not _pays(level, rows * g.shape[-1], g):
+    if not _is_worth_it(level, rows * g.shape[-1], g):
         return None
 
     def add_up() -> Tensor:
-        given = (stacked(a, level) for a in (g, indices, offsets, count, best))
-        weights = None if own is None else stacked(own, level)
-        at, values = rows_of_bags(*given, mode, weights, *(padding or [-1]))
+        given = (expand_to_stack(a, level) for a in (g, indices, offsets, count, best))
+        weights = None if own is None else expand_to_stack(own, level)
+        at, values = compute_row_grads(*given, mode, weights, *(padding or [-1]))
         at, values = at.flatten(0, 1), values.flatten(0, 1)
         into = values.new_zeros(rows, values.shape[-1])
         if at.dim() == 2:  # for the largest, each entry has a row of its own
             return into.scatter_add(0, at, values)
         return into.index_add(0, at, values)
 
-    return _begins(level, func, args, (rows, g.shape[-1]), add_up)
+    return _make_source(level, func, args, (rows, g.shape[-1]), add_up)
 
 
-def _put_in(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+def _lazy_scatter(level: VmapLevel, func: Any, args: tuple) -> LazyGrad | None:
     """Values added to a tensor that is the same for all, at indices of each example."""
     into, values, add_up = _PLACES[func](level, *args)
     if add_up is None or is_mapped(into, level) or into.dtype != values.dtype:
         return None
-    if not is_mapped(values, level) or not _pays(level, into.numel(), values):
+    if not is_mapped(values, level) or not _is_worth_it(level, into.numel(), values):
         return None
 
     def all_in() -> Tensor:
-        return add_up(lower(into, level) * level.size, stacked(values, level))
+        return add_up(lower_shared(into, level) * level.size, expand_to_stack(values, level))
 
-    return _begins(level, func, args, into.shape, all_in)
+    return _make_source(level, func, args, into.shape, all_in)
 
 
-def _by_index(level: VmapLevel, into: Tensor, indices: list, values: Tensor, add: bool = False):
+def _sum_index_put(
+    level: VmapLevel, into: Tensor, indices: list, values: Tensor, add: bool = False
+):
     at = [d for d, i in enumerate(indices) if i is not None]
     given = [indices[d] for d in at]
     if not add or not at or any(i.dtype in (torch.bool, torch.uint8) for i in given):
@@ -272,8 +287,8 @@ def _by_index(level: VmapLevel, into: Tensor, indices: list, values: Tensor, add
 
     def place(i: Any) -> Any:
         if not is_mapped(i, level):
-            return lower(i, level)
-        v = stacked(i, level)
+            return lower_shared(i, level)
+        v = expand_to_stack(i, level)
         return v.reshape(len(v), *(1,) * (len(shape) - i.dim()), *i.shape)
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
@@ -285,58 +300,62 @@ def _by_index(level: VmapLevel, into: Tensor, indices: list, values: Tensor, add
     return into, values, add_up
 
 
-def _by_rows(level: VmapLevel, into: Tensor, dim: int, index: Tensor, values: Tensor):
+def _sum_index_add(level: VmapLevel, into: Tensor, dim: int, index: Tensor, values: Tensor):
     if index.dim() != 1 or not into.dim():
         return into, values, None
     dim %= into.dim()
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
-        rows = stacked(index, level).reshape(-1)
+        rows = expand_to_stack(index, level).reshape(-1)
         return torch.index_add(into, dim, rows, values.movedim(0, dim).flatten(dim, dim + 1))
 
     return into, values, add_up
 
 
-def _by_entries(level: VmapLevel, into: Tensor, dim: int, index: Tensor, values: Tensor):
+def _sum_scatter_add(level: VmapLevel, into: Tensor, dim: int, index: Tensor, values: Tensor):
     if index.shape != values.shape or not into.dim():
         return into, values, None
     dim %= into.dim()
 
-    def along(v: Tensor) -> Tensor:
+    def flatten_into_dim(v: Tensor) -> Tensor:
         return v.movedim(0, dim).flatten(dim, dim + 1)
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
-        return torch.scatter_add(into, dim, along(stacked(index, level)), along(values))
+        return torch.scatter_add(
+            into, dim, flatten_into_dim(expand_to_stack(index, level)), flatten_into_dim(values)
+        )
 
     return into, values, add_up
 
 
-def _by_number(level: VmapLevel, into: Tensor, index: Tensor, values: Tensor, add: bool = False):
+def _sum_put(level: VmapLevel, into: Tensor, index: Tensor, values: Tensor, add: bool = False):
     if not add:
         return into, values, None
     return (
         into,
         values,
-        lambda into, values: torch.put(into, stacked(index, level), values, accumulate=True),
+        lambda into, values: torch.put(
+            into, expand_to_stack(index, level), values, accumulate=True
+        ),
     )
 
 
 _PLACES = {
-    aten.index_put.default: _by_index,
-    aten.index_add.default: _by_rows,
-    aten.scatter_add.default: _by_entries,
-    aten.put.default: _by_number,
+    aten.index_put.default: _sum_index_put,
+    aten.index_add.default: _sum_index_add,
+    aten.scatter_add.default: _sum_scatter_add,
+    aten.put.default: _sum_put,
 }
 _SOURCES: dict[Any, Callable] = {
-    aten.mm.default: _product,
-    aten.bmm.default: _product,
-    aten._grouped_mm.default: _in_groups,
-    aten.mul.Tensor: _multiplied,
-    aten.convolution.default: _correlated,
-    aten.convolution_backward.default: _convolution,
-    aten.embedding_dense_backward.default: _table,
-    aten._embedding_bag_backward.default: _bags,
-    **dict.fromkeys(_PLACES, _put_in),
+    aten.mm.default: _lazy_matmul,
+    aten.bmm.default: _lazy_matmul,
+    aten._grouped_mm.default: _lazy_grouped_mm,
+    aten.mul.Tensor: _lazy_mul,
+    aten.convolution.default: _lazy_convolution,
+    aten.convolution_backward.default: _lazy_weight_grad,
+    aten.embedding_dense_backward.default: _lazy_embedding_grad,
+    aten._embedding_bag_backward.default: _lazy_embedding_bag_grad,
+    **dict.fromkeys(_PLACES, _lazy_scatter),
     **dict.fromkeys(
         (
             aten.cat.default,
@@ -346,6 +365,6 @@ _SOURCES: dict[Any, Callable] = {
             aten.diagonal_backward.default,
             aten.constant_pad_nd.default,
         ),
-        _linear,
+        _lazy_linear,
     ),
 }

@@ -18,78 +18,80 @@ import torch
 
 from forall._compat import exception_safety, symbolic_eye
 from forall._compat.dispatch_state import below_autograd, functions_off
-from forall._compat.storage import storage_of
+from forall._compat.storage import get_storage_id
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import columns, short
+from forall._core.errors import format_columns, format_short
 from forall._core.levels import top
-from forall._vmap.batched_tensor import Batched, Family
-from forall._vmap.mutation.pending_updates import Account, place
-from forall._vmap.mutation.rollback import Before, grad_of, ledgers_from
+from forall._vmap.batched_tensor import AliasFamily, BatchedTensor
+from forall._vmap.mutation.pending_updates import PendingUpdates, locate_in_storage
+from forall._vmap.mutation.rollback import UndoState, find_logs, get_grad_key
 
 Tensor = torch.Tensor
 
 
-def memory(t: Tensor) -> int:
+def get_memory_key(t: Tensor) -> int:
     """A key of the memory that a tensor lies in; two names of the same memory have the same key."""
     while isinstance(t, Wrapper):
-        if type(t) is Batched and not t.older:  # made under an outer level: it may yet get an axis
+        if (
+            type(t) is BatchedTensor and not t.is_external
+        ):  # made under an outer level: it may yet get an axis
             if t.family is None:
-                t.family = Family(t.value, t.axis, t.older)
+                t.family = AliasFamily(t.value, t.axis, t.is_external)
                 t.family.add(t)
             return id(t.family)
         t = t.value
     try:
-        return storage_of(t)
+        return get_storage_id(t)
     except NotImplementedError:  # sparse: no memory that another tensor could view
         return id(t)
 
 
-def summed_grad(leaf: Tensor) -> RuntimeError:
+def make_summed_grad_error(leaf: Tensor) -> RuntimeError:
     return RuntimeError(
         "vmap: .grad is read where backward() has left the sum over all examples in it.\n"
-        f"{columns([('the leaf', short(leaf), 'from before the call, one for all examples')])}\n"
+        f"{format_columns([('the leaf', format_short(leaf), 'from before the call, one for all examples')])}\n"
         "In the loop an example would meet the sum over those before it.\n"
         "torch.autograd.grad(loss, tensor) gives each example its own gradient."
     )
 
 
-def note_read(call: str, t: Tensor) -> None:
+def log_plain_read(call: str, t: Tensor) -> None:
     """Log a read that is no operator, of the memory of an ordinary tensor."""
     level: Any = top()
     while level is not None:
-        if getattr(level, "notes", False):
-            level.ledger.reads(call, t)
+        if getattr(level, "logs_writes", False):
+            level.mutation_log.log_read(call, t)
         level = level.parent
 
 
-class _Written(threading.local):
+class _WriteCounts(threading.local):
     """Counts of this thread's writes into examples, draws for them, and logged additions."""
 
     times = 0
 
     def __init__(self) -> None:
-        self.named: list[Family] = []  # written to, of those with several names
+        self.named: list[AliasFamily] = []  # written to, of those with several names
 
 
-written = _Written()
-exception_safety.PUT_BACK.append(lambda *_: written.named.clear())
+write_counts = _WriteCounts()
+exception_safety.PUT_BACK.append(lambda *_: write_counts.named.clear())
 
 
-def note_write(target: Any) -> None:
+def count_write(target: Any) -> None:
     """Count a write and remember its target, for code that later asks what was written."""
-    written.times += 1
-    symbolic_eye.written()
-    family = target.family if type(target) is Batched else None
+    write_counts.times += 1
+    symbolic_eye.invalidate_marks()
+    family = target.family if type(target) is BatchedTensor else None
     if family is not None:
         family.times += 1
         if family.names:
-            written.named.append(family)
+            write_counts.named.append(family)
 
 
-def changed() -> list[Family]:
+def take_written_families() -> list[AliasFamily]:
     """The families of several names that were written into since the last call of this function."""
-    found = [*dict.fromkeys(written.named)]
-    written.named.clear()
+    found = [*dict.fromkeys(write_counts.named)]
+    write_counts.named.clear()
     return found
 
 
@@ -97,7 +99,7 @@ _FEW = 100
 _SETS = ("read", "mapped_written", "overwritten", "renewed", "leaves")
 
 
-class Ledger:
+class MutationLog:
     """The log of one call's reads and writes of memory from before it. See NOTE [older memory]."""
 
     __slots__ = (
@@ -120,139 +122,139 @@ class Ledger:
         self.mapped_written: set[int] = set()
         self.overwritten: set[int] = set()
         self.renewed: set[int] = set()  # overwritten as a whole, before anything read it
-        self.accounts: dict[int, Account] = {}
-        self.before = Before()
+        self.accounts: dict[int, PendingUpdates] = {}
+        self.before = UndoState()
         self.undoable = False  # whether the call may have to be made again
         self.leaves: set[int] = set()  # ids of those that a backward pass of the call added to
 
-    def is_mapped(self, key: int) -> bool:
+    def is_mapped_memory(self, key: int) -> bool:
         """True if ``key`` is the memory of a mapped argument."""
-        return any(memory(a) == key for a in self.arguments)
+        return any(get_memory_key(a) == key for a in self.arguments)
 
-    def read_by(self, func: Any, met: list[Tensor]) -> None:
+    def log_operand_reads(self, func: Any, met: list[Tensor]) -> None:
         """Log the reads of an operator's operands, in little time: every operator asks for it."""
         seen = self.seen
         for t in met:
-            v = t.value if type(t) is Batched else t
+            v = t.value if type(t) is BatchedTensor else t
             if id(v) not in seen:
-                self.reads(func, t)
+                self.log_read(func, t)
                 if len(seen) < _FEW:
                     seen[id(v)] = v
 
-    def reads(self, func: Any, t: Tensor) -> None:
-        key = memory(t)
+    def log_read(self, func: Any, t: Tensor) -> None:
+        key = get_memory_key(t)
         if key in self.accounts or key in self.mapped_written:
-            raise conflict(f"{func} reads", t, "written to")
+            raise make_conflict_error(f"{func} reads", t, "written to")
         self.read.add(key)
 
-    def writes_mapped(self, func: Any, target: Tensor) -> None:
+    def log_mapped_write(self, func: Any, target: Tensor) -> None:
         """Log a write into a mapped argument: each example its own part, if none reads others."""
-        key = memory(target)
+        key = get_memory_key(target)
         if key in self.read:
-            raise conflict(f"{func} writes to", target, "captured and read")
+            raise make_conflict_error(f"{func} writes to", target, "captured and read")
         self.mapped_written.add(key)
 
-    def overwrites(self, func: Any, target: Tensor, whole: bool) -> None:
+    def log_overwrite(self, func: Any, target: Tensor, whole: bool) -> None:
         """Log a write of the same data for all examples, which runs once."""
-        key = memory(target)
+        key = get_memory_key(target)
         if key in self.renewed:
             return
-        if key in self.accounts or self.is_mapped(key):
-            raise conflict(f"{func} overwrites", target, "written to")
+        if key in self.accounts or self.is_mapped_memory(key):
+            raise make_conflict_error(f"{func} overwrites", target, "written to")
         if key in self.read:
-            raise conflict(f"{func} overwrites", target, "read")
+            raise make_conflict_error(f"{func} overwrites", target, "read")
         self.overwritten.add(key)
         if whole:
             self.renewed.add(key)
 
-    def note(self, func: Any, target: Tensor, below: Tensor, update: Any, size: int) -> None:
+    def log_update(self, func: Any, target: Tensor, below: Tensor, update: Any, size: int) -> None:
         """Log an update of the target that adds up; ``below`` is the target one level down."""
-        if not self.account(func, target).add(below, update, size):
-            raise conflict(f"{func} writes to", target, "written to otherwise")
+        if not self.get_pending_updates(func, target).add(below, update, size):
+            raise make_conflict_error(f"{func} writes to", target, "written to otherwise")
 
-    def account(self, func: Any, target: Tensor) -> Account:
+    def get_pending_updates(self, func: Any, target: Tensor) -> PendingUpdates:
         """The pending updates of a target's memory, which nothing else may read or overwrite."""
-        written.times += 1
-        key = memory(target)
-        if key in self.read or self.is_mapped(key):
-            raise conflict(f"{func} adds to", target, "read")
+        write_counts.times += 1
+        key = get_memory_key(target)
+        if key in self.read or self.is_mapped_memory(key):
+            raise make_conflict_error(f"{func} adds to", target, "read")
         if key in self.overwritten:
-            raise conflict(f"{func} adds to", target, "overwritten")
+            raise make_conflict_error(f"{func} adds to", target, "overwritten")
         if self.undoable:
             self.before.keep_history(target)
-        return self.accounts.setdefault(key, Account())
+        return self.accounts.setdefault(key, PendingUpdates())
 
-    def keep(self, value: Tensor) -> None:
+    def keep_value(self, value: Tensor) -> None:
         """Remember what an older tensor, from just outside the level, holds before a write."""
         if self.undoable:
-            self.before.keep((memory(value), place(value)), value)
+            self.before.keep_value((get_memory_key(value), locate_in_storage(value)), value)
 
     def keep_grads(self, node: Any) -> None:
         """Remember the .grad of leaves that a backward pass which goes on from ``node`` adds to."""
         if self.undoable:
             self.before.keep_grads(node)
 
-    def sets_grad(self, leaf: Tensor) -> None:
+    def log_grad_write(self, leaf: Tensor) -> None:
         self.before.keep_grad(leaf)
         self.leaves.discard(id(leaf))
-        self.overwritten.add(grad_of(leaf))
+        self.overwritten.add(get_grad_key(leaf))
 
-    def grads(self) -> list[int]:
+    def find_grad_keys(self) -> list[int]:
         """The memory of gradients that backward passes of the call added to."""
         leaves = [leaf for leaf, *_ in self.before.grads.values()]
         with functions_off():
             known = [x.grad for x in leaves if x.grad is not None]
-        return [*map(grad_of, leaves), *map(memory, known)]
+        return [*map(get_grad_key, leaves), *map(get_memory_key, known)]
 
-    def forget(self) -> None:
+    def drop_undo_state(self) -> None:
         """Drop what was kept to undo the call, which will not be made again."""
         self.undoable = False
         if self.before.has_kept():
-            self.before = Before()
+            self.before = UndoState()
 
-    def mark(self) -> tuple:
-        """A snapshot of the log, for `back_to`."""
+    def take_snapshot(self) -> tuple:
+        """A snapshot of the log, for `restore_snapshot`."""
         sets = [set(getattr(self, name)) for name in _SETS]
         return sets, {key: account.copy() for key, account in self.accounts.items()}
 
-    def back_to(self, mark: tuple) -> None:
+    def restore_snapshot(self, mark: tuple) -> None:
         """Reset the log to a snapshot, since what followed it was undone."""
         sets, accounts = mark
         self.accounts = {key: account.copy() for key, account in accounts.items()}
         for name, known in zip(_SETS, sets, strict=True):
             setattr(self, name, set(known))
 
-    def settle(self, size: int) -> None:
+    def apply_updates(self, size: int) -> None:
         """Apply the pending updates at the end of the call, just outside its level."""
         if self.accounts and size:
             with functions_off(), below_autograd():
                 for account in self.accounts.values():
                     for target in account.targets():
-                        self.keep(target)
-                    account.settle()
+                        self.keep_value(target)
+                    account.apply_updates()
 
 
-def marks_of(level: Any) -> list[tuple[Ledger, tuple]]:
+def take_log_snapshots(level: Any) -> list[tuple[MutationLog, tuple]]:
     """The ledgers of a level and of those further out, each with a snapshot."""
     if level is None:
         return []
-    return [(ledger, ledger.mark()) for _, ledger in ledgers_from(level)]
+    return [(ledger, ledger.take_snapshot()) for _, ledger in find_logs(level)]
 
 
-def unrecorded(func: Any, t: Tensor) -> RuntimeError:
+def make_unrecorded_error(func: Any, t: Tensor) -> RuntimeError:
     return RuntimeError(
         f"vmap: {func} writes to a tensor from before the call, with a derivative at stake.\n"
-        f"{columns([('written to', short(t), 'shared by all examples')])}\n"
+        f"{format_columns([('written to', format_short(t), 'shared by all examples')])}\n"
         "Autograd would count this write once, or not at all, where the loop makes one for each "
         "example.\n"
         "Write what is detached (.detach()), or return it and do the write outside vmap."
     )
 
 
-def conflict(does: str, t: Tensor, done: str) -> RuntimeError:
+def make_conflict_error(does: str, t: Tensor, done: str) -> RuntimeError:
     return RuntimeError(
         f"vmap: {does} a tensor from before the call that the function has {done}.\n"
-        f"{columns([('the tensor', short(t), 'shared by all examples')])}\n"
+        f"{format_columns([('the tensor', format_short(t), 'shared by all examples')])}\n"
         "In the loop an example would meet what those before it wrote; here all run as one.\n"
         "Return what each example adds, and add it up outside vmap. To give every example its own, "
         "map the tensor (in_dims) or clone it inside the function (.clone())."

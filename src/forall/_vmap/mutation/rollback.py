@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.dispatch_state import autograd_below, below_autograd, functions_off
-from forall._compat.private_api import set_version, version
-from forall._compat.trace_modes import unseen
+from forall._compat.dispatch_state import below_autograd, enable_autograd_below, functions_off
+from forall._compat.private_api import get_version, set_version
+from forall._compat.trace_modes import hide_own_tensors
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import top
-from forall._vmap.batched_tensor import Batched
+from forall._vmap.batched_tensor import BatchedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
-    from forall._vmap.mutation.mutation_log import Ledger
+    from forall._vmap.mutation.mutation_log import MutationLog
 
 Tensor = torch.Tensor
 
 
-class Before:
+class UndoState:
     """Values and histories of older tensors, from before the first write of a call."""
 
     __slots__ = ("grads", "histories", "kept", "values", "walked")
@@ -40,16 +40,16 @@ class Before:
     def has_kept(self) -> bool:
         return bool(self.kept or self.grads or self.histories or self.walked)
 
-    def keep(self, at: Hashable, value: Tensor) -> None:
+    def keep_value(self, at: Hashable, value: Tensor) -> None:
         if at not in self.kept:
             self.kept.add(at)
-            self.values.append((value, as_it_is(value), version(value)))
+            self.values.append((value, clone_unlogged(value), get_version(value)))
 
     def keep_grad(self, leaf: Tensor) -> None:
         if id(leaf) not in self.grads:
             with functions_off():
                 grad = leaf.grad
-                self.grads[id(leaf)] = leaf, grad, None if grad is None else as_it_is(grad)
+                self.grads[id(leaf)] = leaf, grad, None if grad is None else clone_unlogged(grad)
 
     def keep_grads(self, node: Any) -> None:
         """Keep the .grad of all leaves that a backward pass may reach from this node of history."""
@@ -64,7 +64,7 @@ class Before:
                 self.keep_grad(leaf)
             todo += [n for n, _ in node.next_functions]
 
-    def settle_grads(self) -> None:
+    def unwrap_shared_grads(self) -> None:
         """Make a .grad that all examples of an ended level share an ordinary tensor."""
         if not self.grads:
             return
@@ -72,7 +72,7 @@ class Before:
             for leaf, *_ in self.grads.values():
                 grad = leaf.grad
                 if (
-                    type(grad) is Batched
+                    type(grad) is BatchedTensor
                     and grad.axis is None
                     and not (grad.level.active or grad.requires_grad)
                 ):
@@ -82,13 +82,17 @@ class Before:
         """Keep the history of an older tensor, before autograd records a write on it."""
         base = target if target._base is None else target._base
         if id(base) not in self.histories:
-            with functions_off(), _aside(base), autograd_below(grad=True, forward=False):
+            with (
+                functions_off(),
+                _hide_from_levels(base),
+                enable_autograd_below(grad=True, forward=False),
+            ):
                 held = None if base.grad_fn is None else base.clone()
-            self.histories[id(base)] = base, version(base), base.grad_fn, held
+            self.histories[id(base)] = base, get_version(base), base.grad_fn, held
 
     def undo(self) -> None:
         """Put all values and histories back, since the call will be made again."""
-        with functions_off(), below_autograd(), torch.enable_grad(), _unnoted():
+        with functions_off(), below_autograd(), torch.enable_grad(), _suspend_logs():
             for value, held, number in reversed(self.values):
                 value.copy_(held)
                 set_version(value, number)
@@ -98,63 +102,63 @@ class Before:
                 leaf.grad = grad
         with functions_off(), torch.enable_grad():
             for base, number, node, held in self.histories.values():
-                with _aside(base):
+                with _hide_from_levels(base):
                     if base.grad_fn is not node:
-                        _give_history(base, held)
+                        _restore_history(base, held)
                     set_version(base, number)
 
 
-def _aside(base: Tensor) -> Any:
+def _hide_from_levels(base: Tensor) -> Any:
     """Keep levels from taking an operation on a tensor for the user's.
 
     A wrapper has no memory, and nor has a fake tensor, whose own mode has to see it.
     """
-    return _unnoted() if isinstance(base, Wrapper) else unseen()
+    return _suspend_logs() if isinstance(base, Wrapper) else hide_own_tensors()
 
 
-def _give_history(base: Tensor, held: Tensor | None) -> None:
+def _restore_history(base: Tensor, held: Tensor | None) -> None:
     """Give a tensor the history that it had, by that of a copy from then."""
     Tensor.detach_(base)  # not by what a class makes of it: its value is put back apart
     if held is not None:
         base.copy_(held)
 
 
-def as_it_is(t: Tensor) -> Tensor:
+def clone_unlogged(t: Tensor) -> Tensor:
     """A copy of an older tensor, with its tangent, that no level takes for a read of the user's."""
     if isinstance(t, Wrapper):
-        with torch.enable_grad(), _unnoted():
+        with torch.enable_grad(), _suspend_logs():
             return t.clone()
-    with unseen():  # a fake tensor has no memory, so its own mode has to see that
+    with hide_own_tensors():  # a fake tensor has no memory, so its own mode has to see that
         return t.clone()
 
 
-def ledgers_from(level: Any) -> list[tuple[Any, Ledger]]:
+def find_logs(level: Any) -> list[tuple[Any, MutationLog]]:
     """A level and those further out that have a ledger, each with its own."""
     found = []
     while level is not None:
-        ledger = getattr(level, "ledger", None)
+        ledger = getattr(level, "mutation_log", None)
         if ledger is not None:
             found.append((level, ledger))
         level = level.parent
     return found
 
 
-class _unnoted:
+class _suspend_logs:
     """Keep levels further out from taking the operations in the body for the user's."""
 
     __slots__ = ("ledgers",)
 
     def __enter__(self) -> None:
-        self.ledgers = ledgers_from(top())
+        self.ledgers = find_logs(top())
         for level, ledger in self.ledgers:
-            level.ledger = type(ledger)()
+            level.mutation_log = type(ledger)()
 
     def __exit__(self, *_: object) -> None:
         for level, ledger in self.ledgers:
-            level.ledger = ledger
+            level.mutation_log = ledger
 
 
-def grad_of(leaf: Tensor) -> int:
+def get_grad_key(leaf: Tensor) -> int:
     """The key of a leaf's .grad among those of memory, which are not negative."""
     return ~id(leaf)
 
@@ -162,18 +166,18 @@ def grad_of(leaf: Tensor) -> int:
 IN_ORDER, ADDED, READ, ROWS = "in order", "added to", "read", "rows of"
 
 
-class Touched:
+class GroupEffects:
     """The effects of groups of examples on older memory: no group may see those of another."""
 
     __slots__ = ("ledgers", "seen")
 
     def __init__(self) -> None:
-        self.ledgers: list[Ledger] = []  # those of groups that run, or have run
+        self.ledgers: list[MutationLog] = []  # those of groups that run, or have run
         self.seen: dict[int, str] = {}
 
-    def by(self, ledger: Ledger, rows: Iterable[int]) -> bool:
+    def add_group(self, ledger: MutationLog, rows: Iterable[int]) -> bool:
         """True if no other group can tell what this one did, to ``rows`` of arguments either."""
-        mine = touched(ledger, rows)
+        mine = classify_effects(ledger, rows)
         if any(
             self.seen.get(key, how) != how or (how is IN_ORDER and key in self.seen)
             for key, how in mine.items()
@@ -187,12 +191,12 @@ class Touched:
             ledger.before.undo()
 
 
-def touched(ledger: Ledger, rows: Iterable[int]) -> dict[int, str]:
+def classify_effects(ledger: MutationLog, rows: Iterable[int]) -> dict[int, str]:
     """The kind of effect that a call had on each piece of older memory."""
     found = dict.fromkeys(ledger.read, READ)
     for key in rows:
         found[key] = IN_ORDER if key in found else ROWS
-    for key in ledger.grads():
+    for key in ledger.find_grad_keys():
         found[key] = ADDED
     for key, account in ledger.accounts.items():
         found[key] = IN_ORDER if account.chains else ADDED

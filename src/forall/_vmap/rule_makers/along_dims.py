@@ -12,10 +12,10 @@ import torch
 
 from forall._core.axes import stacked_dim, stacked_dims
 from forall._vmap.rule_makers.basic import (
-    front,
-    loop,
-    stacked,
-    wrapped,
+    expand_to_stack,
+    loop_and_stack,
+    move_to_front,
+    wrap_results,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-def along(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
+def make_dim_handler(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
     """``op(*tensors, .., dim, ..)``: (B, *S) -> (B, *R), its dims counting those of an example.
 
     A rank-0 example gets a temporary axis, which is removed from the results. If the op takes a
@@ -45,7 +45,7 @@ def along(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
         return stacked_dims(dim, rank) or [1]  # the temporary axis of a rank-0 example
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        values = [stacked(a, level) for a in args[:tensors]]
+        values = [expand_to_stack(a, level) for a in args[:tensors]]
         rank = values[0].dim() - 1
         if by_name:
             dim = stack_dim(kwargs.get("dim", defaults[where]), rank)
@@ -54,36 +54,36 @@ def along(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
             rest = [*args[tensors:], *defaults[len(args) :]]
             rest[where - tensors] = stack_dim(rest[where - tensors], rank)
         if rank:
-            return wrapped(op(*values, *rest, **kwargs), 0, level)
+            return wrap_results(op(*values, *rest, **kwargs), 0, level)
         out = op(*[v.unsqueeze(1) for v in values], *rest, **kwargs)
         if isinstance(out, Tensor):
-            return wrapped(_numbers(out), 0, level)
-        return wrapped(tuple(_numbers(o) for o in out), 0, level)
+            return wrap_results(_drop_lent_axis(out), 0, level)
+        return wrap_results(tuple(_drop_lent_axis(o) for o in out), 0, level)
 
     return handler
 
 
-def _numbers(out: Tensor) -> Tensor:
+def _drop_lent_axis(out: Tensor) -> Tensor:
     """(B, 1) or (B,) -> (B,)."""
     return out.squeeze(1) if out.dim() == 2 else out
 
 
-def whole(rule: Callable, flat: bool = True) -> Callable:
+def make_full_handler(rule: Callable, flat: bool = True) -> Callable:
     """A handler from ``rule((B, N), *args)``: one result over all N entries of each example.
 
     With ``flat`` off the rule takes (B, *S), of at least one dim, since flattening may copy.
     """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        v = front(args[0])
+        v = move_to_front(args[0])
         if v.dim() == 1:
             v = v.unsqueeze(1)
         elif flat or v.layout is not torch.strided:
             v = v.flatten(1)
         if 0 in v.shape[1:]:  # the operator itself answers, or refuses, for no entries
             if level.size:
-                return loop(level, func, args, kwargs)
+                return loop_and_stack(level, func, args, kwargs)
             v = v.new_empty((0, 1))
-        return wrapped(rule(v, *args[1:], **kwargs), 0, level)
+        return wrap_results(rule(v, *args[1:], **kwargs), 0, level)
 
     return handler

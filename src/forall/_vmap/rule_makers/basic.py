@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.op_schema import in_arguments
+from forall._compat.op_schema import map_arguments
 from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.levels import act
+from forall._core.levels import set_acting_level
 from forall._vmap import registry
-from forall._vmap.batched_tensor import Batched, derive, wrap
-from forall._vmap.memory_layout import as_alone, is_inside, is_open
+from forall._vmap.batched_tensor import BatchedTensor, derive_view, wrap_stack
+from forall._vmap.memory_layout import is_axis_inside, is_layout_open, match_example_layout
 from forall._vmap.registry import ViewCall
 
 if TYPE_CHECKING:
@@ -25,59 +25,59 @@ Tensor = torch.Tensor
 
 def is_mapped(a: Any, level: Any) -> bool:
     """True if ``a`` differs between the examples of ``level``."""
-    return type(a) is Batched and a.axis is not None and a.level is level
+    return type(a) is BatchedTensor and a.axis is not None and a.level is level
 
 
-def is_bare(a: Any, level: Any) -> bool:
+def has_plain_stack(a: Any, level: Any) -> bool:
     """True if ``a`` is mapped, and its stack has no lazy conj or neg bit."""
     return is_mapped(a, level) and not (a.value.is_complex() or a.value.is_neg())
 
 
-def front(a: Batched) -> Tensor:
+def move_to_front(a: BatchedTensor) -> Tensor:
     """(.., B, ..) -> (B, *S)."""
     return a.value if a.axis == 0 else a.value.movedim(a.axis, 0)
 
 
-def lower(a: Any, level: Any) -> Any:
+def lower_shared(a: Any, level: Any) -> Any:
     """The value of a shared argument one level down; lists element by element."""
-    if type(a) is Batched:
+    if type(a) is BatchedTensor:
         return a.value if a.level is level else a
     if isinstance(a, (list, tuple)):
-        return [lower(b, level) for b in a]
+        return [lower_shared(b, level) for b in a]
     return a
 
 
-def rank_of(a: Tensor, level: Any) -> int:
+def count_example_dims(a: Tensor, level: Any) -> int:
     """The rank of one example."""
-    if type(a) is Batched and a.level is level:
+    if type(a) is BatchedTensor and a.level is level:
         return a.value.dim() - (a.axis is not None)
     return a.dim()
 
 
-def stacked(a: Any, level: Any) -> Tensor:
+def expand_to_stack(a: Any, level: Any) -> Tensor:
     """(B, *S), expanded where all examples share ``a``."""
     if is_mapped(a, level):
-        return front(a)
-    a = lower(a, level)
+        return move_to_front(a)
+    a = lower_shared(a, level)
     return a.unsqueeze(0).expand(level.size, *a.shape)
 
 
-def wrapped(out: Any, axis: int | None, level: Any) -> Any:
+def wrap_results(out: Any, axis: int | None, level: Any) -> Any:
     """Results of an operator on stacks, as examples."""
     if isinstance(out, Tensor):
-        return wrap(out, axis, level)
+        return wrap_stack(out, axis, level)
     if isinstance(out, (list, tuple)):
-        return type(out)(wrapped(o, axis, level) for o in out)
+        return type(out)(wrap_results(o, axis, level) for o in out)
     return out
 
 
 # --- pointwise ---------------------------------------------------------------------------------
 
 
-def alike(level: Any, func: Any, args: tuple) -> Any:
+def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
     """Apply a pointwise operator to mapped operands laid out alike, and numbers; else None."""
     x = args[0]
-    if type(x) is not Batched or x.level is not level or x.axis is None:
+    if type(x) is not BatchedTensor or x.level is not level or x.axis is None:
         return None
     v, axis = x.value, x.axis
     if v.is_complex() or v.is_neg():  # kernels do not see a lazy conj or neg bit here
@@ -85,7 +85,7 @@ def alike(level: Any, func: Any, args: tuple) -> Any:
     values = [v]
     for y in args[1:]:
         kind = type(y)
-        if kind is Batched:
+        if kind is BatchedTensor:
             w = y.value
             if y.level is not level or y.axis != axis or w.dim() != v.dim() or w.dtype != v.dtype:
                 return None
@@ -97,17 +97,19 @@ def alike(level: Any, func: Any, args: tuple) -> Any:
         else:
             return None
     out = func._op(*values)
-    if axis and is_open(out, values):
-        return as_alone(level, func, args, {}, wrapped(out, axis, level))
-    return wrap(out, axis, level) if isinstance(out, Tensor) else wrapped(out, axis, level)
+    if axis and is_layout_open(out, values):
+        return match_example_layout(level, func, args, {}, wrap_results(out, axis, level))
+    return (
+        wrap_stack(out, axis, level) if isinstance(out, Tensor) else wrap_results(out, axis, level)
+    )
 
 
-def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def handle_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """f(x, y, ..) entry by entry: broadcasting aligns examples, not stacks."""
     axis = rank = dtype = device = None
     values = []
     for a in args:
-        if type(a) is Batched and a.level is level:
+        if type(a) is BatchedTensor and a.level is level:
             value = a.value
             if a.axis is not None:
                 r = value.dim() - 1
@@ -127,17 +129,21 @@ def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
                 elif isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor):
                     break
             else:
-                if _aligned(args, values, axis, rank, level):
+                if _are_aligned(args, values, axis, rank, level):
                     out = func(*values, **kwargs) if kwargs else func(*values)
-                    if axis and is_open(out, values):
-                        return as_alone(level, func, args, kwargs, wrapped(out, axis, level))
+                    if axis and is_layout_open(out, values):
+                        return match_example_layout(
+                            level, func, args, kwargs, wrap_results(out, axis, level)
+                        )
                     return (
-                        wrap(out, axis, level) if type(out) is Tensor else wrapped(out, axis, level)
+                        wrap_stack(out, axis, level)
+                        if type(out) is Tensor
+                        else wrap_results(out, axis, level)
                     )
-    return _pointwise_with_care(level, func, args, kwargs)
+    return _align_and_call(level, func, args, kwargs)
 
 
-def _aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> bool:
+def _are_aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> bool:
     """True if every shared operand broadcasts within the dims right of the batch axis."""
     for a, v in zip(args, values, strict=True):
         if isinstance(v, Tensor) and not is_mapped(a, level) and v.dim() > rank - axis:
@@ -145,12 +151,12 @@ def _aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> boo
     return True
 
 
-def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _align_and_call(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    rank = max(rank_of(a, level) for a in tensors)
+    rank = max(count_example_dims(a, level) for a in tensors)
     # The condition of where takes no part in promotion.
     condition = args[0] if func is _WHERE else None
-    common = common_dtype([t for t in tensors if t is not condition], level)
+    common = promote_example_dtypes([t for t in tensors if t is not condition], level)
     # A CPU tensor of rank 0 goes with tensors of another device, but a stack of such does not.
     device = next((t.device for t in tensors if t.device != _CPU), _CPU)
 
@@ -158,47 +164,47 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
         if not isinstance(a, Tensor):
             return a
         if is_mapped(a, level):
-            v = front(a)
+            v = move_to_front(a)
             r = v.dim() - 1
             if r == 0 and device is not _CPU and v.device == _CPU:
                 v = v.to(device)
             if r < rank:
                 v = v.reshape(v.shape[0], *(1,) * (rank - r), *v.shape[1:])
         else:
-            v = lower(a, level)
+            v = lower_shared(a, level)
         if common is None or v.dtype in (common, torch.bool) or a is condition:
             return v
         return v.to(common)
 
     values = [*map(align, args)]
     out = func(*values, **{k: align(a) for k, a in kwargs.items()})
-    inside = [a for a in tensors if is_mapped(a, level) and is_inside(a.value, a.axis)]
-    if inside and is_open(out, values):
-        return as_alone(level, func, args, kwargs, wrapped(out, 0, level))
-    return wrapped(out, 0, level)
+    inside = [a for a in tensors if is_mapped(a, level) and is_axis_inside(a.value, a.axis)]
+    if inside and is_layout_open(out, values):
+        return match_example_layout(level, func, args, kwargs, wrap_results(out, 0, level))
+    return wrap_results(out, 0, level)
 
 
 _WHERE = torch.ops.aten.where.self
 _CPU = torch.device("cpu")
 
 
-def common_dtype(tensors: list[Tensor], level: Any) -> torch.dtype | None:
+def promote_example_dtypes(tensors: list[Tensor], level: Any) -> torch.dtype | None:
     """The dtype the examples promote to, where the stacks' ranks would promote otherwise.
 
     A rank-0 example does not promote a rank-1 tensor, though its stack has rank 1.
     """
-    if not any(is_mapped(t, level) and rank_of(t, level) == 0 for t in tensors):
+    if not any(is_mapped(t, level) and count_example_dims(t, level) == 0 for t in tensors):
         return None
-    ranked = {t.dtype for t in tensors if rank_of(t, level)}
-    numbers = {t.dtype for t in tensors if not rank_of(t, level)}
+    ranked = {t.dtype for t in tensors if count_example_dims(t, level)}
+    numbers = {t.dtype for t in tensors if not count_example_dims(t, level)}
     if len(ranked | numbers) < 2:
         return None
     best = [functools.reduce(torch.promote_types, dtypes) for dtypes in (ranked, numbers) if dtypes]
-    return _promoted(best[0], best[-1])
+    return _promote_with_number(best[0], best[-1])
 
 
 @functools.cache
-def _promoted(ranked: torch.dtype, number: torch.dtype) -> torch.dtype:
+def _promote_with_number(ranked: torch.dtype, number: torch.dtype) -> torch.dtype:
     """The dtype that a tensor of one dtype and a number of another promote to."""
     return torch.result_type(
         torch.empty(1, dtype=ranked, device="meta"), torch.empty((), dtype=number, device="meta")
@@ -208,16 +214,16 @@ def _promoted(ranked: torch.dtype, number: torch.dtype) -> torch.dtype:
 # --- views -------------------------------------------------------------------------------------
 
 
-def view(rule: Callable) -> Callable:
+def make_view_handler(rule: Callable) -> Callable:
     """A handler from ``rule(value, axis, *args) -> (value, axis)``, results in x's family."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         x = args[0]
         value, axis = rule(x.value, x.axis, *args[1:], **kwargs)
         if isinstance(value, Tensor):
-            return derive(x, value, axis, ViewCall(rule, func, args[1:], kwargs, None))
+            return derive_view(x, value, axis, ViewCall(rule, func, args[1:], kwargs, None))
         return [
-            derive(x, v, axis, ViewCall(rule, func, args[1:], kwargs, i))
+            derive_view(x, v, axis, ViewCall(rule, func, args[1:], kwargs, i))
             for i, v in enumerate(value)
         ]
 
@@ -228,12 +234,12 @@ def view(rule: Callable) -> Callable:
 VIEWERS: set[Callable] = set()  # the handlers of views
 
 
-def views_of(base: Batched, func: Any, rest: tuple, kwargs: dict, out: Any) -> Any:
+def derive_views(base: BatchedTensor, func: Any, rest: tuple, kwargs: dict, out: Any) -> Any:
     """Views of a shared tensor, each with the call that re-derives it should the base change."""
     if isinstance(out, Tensor):
-        return derive(base, out, None, registry.view_call(func, rest, kwargs, None, base))
+        return derive_view(base, out, None, registry.make_view_call(func, rest, kwargs, None, base))
     return type(out)(
-        derive(base, o, None, registry.view_call(func, rest, kwargs, i, base))
+        derive_view(base, o, None, registry.make_view_call(func, rest, kwargs, i, base))
         for i, o in enumerate(out)
     )
 
@@ -241,49 +247,49 @@ def views_of(base: Batched, func: Any, rest: tuple, kwargs: dict, out: Any) -> A
 # --- written by hand ---------------------------------------------------------------------------
 
 
-def by_front(rule: Callable) -> Callable:
-    """A handler from ``rule(size, *args)``: mapped tensors come as a `Stack`, shared ones plain.
+def make_stack_handler(rule: Callable) -> Callable:
+    """A handler from ``rule(size, *args)``: mapped tensors come as a `MappedStack`, shared ones plain.
 
     Without examples a rule gets one blank example, so that no operator has to bear B = 0.
     """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         size = level.size or 1
-        given = [_taken(a, level) for a in args]
+        given = [_to_rule_argument(a, level) for a in args]
         if kwargs:
-            out = rule(size, *given, **{k: _taken(a, level) for k, a in kwargs.items()})
+            out = rule(size, *given, **{k: _to_rule_argument(a, level) for k, a in kwargs.items()})
         else:
             out = rule(size, *given)
         if type(out) is Tensor and level.size:
-            return wrap(out, 0, level)
-        return wrapped(out if level.size else without_examples(out), 0, level)
+            return wrap_stack(out, 0, level)
+        return wrap_results(out if level.size else drop_examples(out), 0, level)
 
     return handler
 
 
-def _taken(a: Any, level: Any) -> Any:
-    if type(a) is Batched and a.level is level:
+def _to_rule_argument(a: Any, level: Any) -> Any:
+    if type(a) is BatchedTensor and a.level is level:
         if a.axis is None:
             return a.value
-        return Stack(front(a) if level.size else blank(a))
+        return MappedStack(move_to_front(a) if level.size else make_blank_example(a))
     if isinstance(a, (list, tuple)):
-        return [_taken(b, level) for b in a]
+        return [_to_rule_argument(b, level) for b in a]
     return a
 
 
-def blank(a: Batched) -> Tensor:
+def make_blank_example(a: BatchedTensor) -> Tensor:
     """(1, *S): the one example that stands in where there is none."""
     return a.value.new_zeros((1, *a.shape))
 
 
-def without_examples(out: Any) -> Any:
+def drop_examples(out: Any) -> Any:
     """(1, *S) -> (0, *S), for results of any structure."""
     if isinstance(out, Tensor):
         return out[:0]
-    return type(out)(map(without_examples, out)) if isinstance(out, (list, tuple)) else out
+    return type(out)(map(drop_examples, out)) if isinstance(out, (list, tuple)) else out
 
 
-class Stack:
+class MappedStack:
     """A mapped argument as a rule gets it: ``v`` is (B, *S)."""
 
     __slots__ = ("v",)
@@ -295,7 +301,7 @@ class Stack:
 # --- reaching the level from inside a handler ---------------------------------------------------
 
 
-class level_on:
+class reenter_level:
     """Let operators inside a handler reach this level once more, above its own values.
 
     New tensors then belong to this level, and to the levels further out that the values ``args``
@@ -306,23 +312,23 @@ class level_on:
     __slots__ = ("levels", "were")
 
     def __init__(self, level: Any, args: tuple = ()) -> None:
-        self.levels = [*_ended(args), level]
+        self.levels = [*_find_ended_levels(args), level]
 
     def __enter__(self) -> None:
         self.were = []
         for level in self.levels:
             root = level.root
             push_mode(root)
-            self.were.append(root.acting)
-            act(root, level)
+            self.were.append(root.acting_level)
+            set_acting_level(root, level)
 
     def __exit__(self, *_: object) -> None:
         for level, was in zip(self.levels, self.were, strict=True):
             pop_mode(None)
-            act(level.root, was)
+            set_acting_level(level.root, was)
 
 
-def _ended(args: tuple) -> list:
+def _find_ended_levels(args: tuple) -> list:
     """The levels below the values of ``args`` that have ended, the outermost first."""
     found: set = set()
     for a in args:
@@ -338,31 +344,31 @@ def _ended(args: tuple) -> list:
 # --- the last resort ---------------------------------------------------------------------------
 
 
-def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def loop_and_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator on one example after another and stack the results: right by construction."""
-    out = restacked(each(level, func, args, kwargs))
-    return wrapped(out if level.size else without_examples(out), 0, level)
+    out = stack_results(call_per_example(level, func, args, kwargs))
+    return wrap_results(out if level.size else drop_examples(out), 0, level)
 
 
-def each(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
+def call_per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
     """The results of an operator for one example after another, or for a blank one."""
     writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # into rows of a stack
 
     def pick(a: Any, i: int) -> Any:
         if is_mapped(a, level):
             if not level.size:
-                return blank(a)[0]
+                return make_blank_example(a)[0]
             example = a.value.select(a.axis, i)
             return example if writes else _as_allocated(example)
-        if type(a) is Batched and a.level is level:
+        if type(a) is BatchedTensor and a.level is level:
             return a.value
         return a
 
-    def one(i: int) -> Any:
-        given, named = in_arguments(partial(pick, i=i), args, kwargs)
+    def call_on_example(i: int) -> Any:
+        given, named = map_arguments(partial(pick, i=i), args, kwargs)
         return func(*given, **named)
 
-    return [*map(one, range(level.size or 1))]
+    return [*map(call_on_example, range(level.size or 1))]
 
 
 def _as_allocated(example: Tensor) -> Tensor:
@@ -379,7 +385,7 @@ def _as_allocated(example: Tensor) -> Tensor:
 _ALLOCATED = 256  # bytes, of which addresses of allocated memory are multiples on accelerators
 
 
-def restacked(outs: list) -> Any:
+def stack_results(outs: list) -> Any:
     """The results of all examples as stacks."""
     head = outs[0]
     if isinstance(head, Tensor):
@@ -390,7 +396,7 @@ def restacked(outs: list) -> Any:
             )
         return torch.stack(outs)
     if isinstance(head, (list, tuple)):
-        return type(head)(restacked(list(c)) for c in zip(*outs, strict=True))
+        return type(head)(stack_results(list(c)) for c in zip(*outs, strict=True))
     return head
 
 

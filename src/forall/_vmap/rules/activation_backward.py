@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from forall._vmap.registry import register
+from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
+    expand_to_stack,
+    handle_pointwise,
     is_mapped,
-    lower,
-    pointwise,
-    stacked,
-    wrapped,
+    lower_shared,
+    wrap_results,
 )
 
 aten = torch.ops.aten
 _WIDE = (torch.float32, torch.float64)  # a slope in half precision would be rounded twice
 
 
-def _sloped(point: int):
+def _make_slope_handler(point: int):
     """Return the handler of an operator on g, and on x as argument number ``point``."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -31,20 +31,20 @@ def _sloped(point: int):
         x = args[point]
         alike = g.shape == x.shape and g.dtype == x.dtype
         if not alike or g.dtype not in _WIDE or any(is_mapped(a, level) for a in rest):
-            return _on_stacks(level, func, args, kwargs)
-        slope = func(torch.ones_like(lower(x, level)), *lower(rest, level), **kwargs)
-        return pointwise(level, aten.mul.Tensor, (g, slope), {})
+            return _run_on_stacks(level, func, args, kwargs)
+        slope = func(torch.ones_like(lower_shared(x, level)), *lower_shared(rest, level), **kwargs)
+        return handle_pointwise(level, aten.mul.Tensor, (g, slope), {})
 
     return handler
 
 
-def _on_stacks(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _run_on_stacks(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run the kernel on batched tensors alone: not all kernels broadcast (gelu, log_sigmoid)."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if all(is_mapped(a, level) for a in tensors):
-        return pointwise(level, func, args, kwargs)
-    args = tuple(stacked(a, level) if isinstance(a, torch.Tensor) else a for a in args)
-    return wrapped(func(*args, **kwargs), 0, level)
+        return handle_pointwise(level, func, args, kwargs)
+    args = tuple(expand_to_stack(a, level) if isinstance(a, torch.Tensor) else a for a in args)
+    return wrap_results(func(*args, **kwargs), 0, level)
 
 
 _POINTS = {
@@ -55,4 +55,4 @@ _POINTS = {
     aten.elu_backward.default: 5,
     aten.log_sigmoid_backward.default: 1,
 }
-register({op: _sloped(point) for op, point in _POINTS.items()})
+register_rows({op: _make_slope_handler(point) for op, point in _POINTS.items()})

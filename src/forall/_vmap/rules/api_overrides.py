@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.bitset import count_of
-from forall._compat.devices import new_device
+from forall._compat.bitset import count_flags
+from forall._compat.devices import find_new_device
 from forall._compat.dispatch_state import no_dispatch
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import data_dependent, shared_write
-from forall._core.levels import lift, moves, top
+from forall._core.errors import data_dependent_error, shared_write_error
+from forall._core.levels import has_any_tangent, lift, top
 from forall._vmap.batched_tensor import (
-    Batched,
-    derive,
+    BatchedTensor,
+    alias_call,
+    derive_view,
     is_mapped_at_any,
-    refit,
-    same,
+    replace_stack,
 )
-from forall._vmap.concretize import plain_numbers, told
+from forall._vmap.concretize import concretize_for_user, get_plain_numbers
 from forall._vmap.failing_example import check_fits, first_error
-from forall._vmap.mutation.mutation_log import note_read, summed_grad
-from forall._vmap.mutation.pending_updates import by_all, is_shared_older
-from forall._vmap.mutation.rollback import grad_of
-from forall._vmap.mutation.view_copies import stand
+from forall._vmap.mutation.mutation_log import log_plain_read, make_summed_grad_error
+from forall._vmap.mutation.pending_updates import is_shared_external, require_all_examples
+from forall._vmap.mutation.rollback import get_grad_key
+from forall._vmap.mutation.view_copies import make_view_copy
 from forall._vmap.registry import CALLS, IN_PLACE
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ _EVERYTHING = slice(None)
 _BASIC = (int, slice, type(None))
 
 
-def differs(a: Any) -> bool:
+def is_mapped_number(a: Any) -> bool:
     """True if ``a`` is a batched tensor of rank 0, of any level."""
     return isinstance(a, Wrapper) and not a.dim() and is_mapped_at_any(a)
 
 
-def _is_place(p: Any) -> bool:
-    return differs(p) and p.dtype not in (torch.bool, torch.uint8)
+def _is_mapped_index(p: Any) -> bool:
+    return is_mapped_number(p) and p.dtype not in (torch.bool, torch.uint8)
 
 
 # --- x[i] --------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def count_consumed_dims(p: Any) -> int:
     return 1
 
 
-def spell_out(x: Tensor, index: Any) -> list:
+def expand_ellipsis(x: Tensor, index: Any) -> list:
     """Return an index as a list in which slices replace ``...``."""
     parts = list(index) if isinstance(index, tuple) else [index]
     missing = x.dim() - sum(map(count_consumed_dims, parts))
@@ -73,38 +73,38 @@ def spell_out(x: Tensor, index: Any) -> list:
     return parts
 
 
-def _places(parts: list) -> list:
+def _find_indices(parts: list) -> list:
     """Return, for each dim of x, the batched number that indexes it, or None."""
     places: list = []
     for p in parts:
-        places.extend([p.long()] if _is_place(p) else [None] * count_consumed_dims(p))
+        places.extend([p.long()] if _is_mapped_index(p) else [None] * count_consumed_dims(p))
     while places and places[-1] is None:
         places.pop()
     return places
 
 
 def _getitem(x: Tensor, index: Any) -> Any:
-    if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
+    if not any(map(_is_mapped_index, index if isinstance(index, tuple) else (index,))):
         return NotImplemented
-    parts = spell_out(x, index)
-    places = _places(parts)
+    parts = expand_ellipsis(x, index)
+    places = _find_indices(parts)
     picked = aten.index.Tensor(x, places)
-    rest = tuple(p for p in parts if not _is_place(p))
-    picked = stand(picked, x, places)
+    rest = tuple(p for p in parts if not _is_mapped_index(p))
+    picked = make_view_copy(picked, x, places)
     return picked[rest] if rest else picked
 
 
-def _setitem(x: Tensor, index: Any, value: Any) -> Any:
-    parts = spell_out(x, index)
-    if all(_is_place(p) or type(p) in _BASIC for p in parts):
-        target = x[tuple(_EVERYTHING if _is_place(p) else p for p in parts)]
-        slots = [p.long() if _is_place(p) else None for p in parts if type(p) is not int]
+def _write_at_numbers(x: Tensor, index: Any, value: Any) -> Any:
+    parts = expand_ellipsis(x, index)
+    if all(_is_mapped_index(p) or type(p) in _BASIC for p in parts):
+        target = x[tuple(_EVERYTHING if _is_mapped_index(p) else p for p in parts)]
+        slots = [p.long() if _is_mapped_index(p) else None for p in parts if type(p) is not int]
         kept = [n for n, slot in itertools.zip_longest(target.shape, slots) if slot is None]
         aten.index_put_.default(target, slots, fit_value(value, target, len(kept)))
         return x
-    places = _places(parts)
+    places = _find_indices(parts)
     row = aten.index.Tensor(x, places)
-    row[tuple(p for p in parts if not _is_place(p))] = value
+    row[tuple(p for p in parts if not _is_mapped_index(p))] = value
     aten.index_put_.default(x, places, row)
     return x
 
@@ -115,7 +115,7 @@ def fit_value(value: Any, target: Tensor, rank: int) -> Tensor:
         return torch.full((), value, dtype=target.dtype, device=target.device)
     while value.dim() > rank and value.shape[0] == 1:
         value = value[0]
-    if type(value) is Batched and value.family is not None:
+    if type(value) is BatchedTensor and value.family is not None:
         value = value.clone()  # it may be part of the target, which index_put_ does not allow
     return value.to(dtype=target.dtype, device=target.device)
 
@@ -132,7 +132,7 @@ def _dtype_of_number(v: Tensor) -> torch.dtype:
     return torch.bool if v.dtype == torch.bool else torch.int64
 
 
-def _filled(like: Tensor, value: Tensor) -> Tensor:
+def _fill_like(like: Tensor, value: Tensor) -> Tensor:
     """Fill ``like`` with a number and return it. Numbers carry no derivative."""
     requires_grad = like.requires_grad
     check_fits(value, like.dtype)
@@ -141,36 +141,36 @@ def _filled(like: Tensor, value: Tensor) -> Tensor:
 
 
 def _full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Any:
-    if not differs(fill_value):
+    if not is_mapped_number(fill_value):
         return NotImplemented
     dtype = dtype or _dtype_of_number(fill_value)
     options.pop("out", None)
-    options["device"] = new_device(options.get("device"))
-    return _filled(torch.empty(size, dtype=dtype, **options), fill_value)
+    options["device"] = find_new_device(options.get("device"))
+    return _fill_like(torch.empty(size, dtype=dtype, **options), fill_value)
 
 
 def _full_like(x: Tensor, fill_value: Any, **options: Any) -> Any:
-    if not differs(fill_value):
+    if not is_mapped_number(fill_value):
         return NotImplemented
-    return _filled(torch.empty_like(x, **options), fill_value)
+    return _fill_like(torch.empty_like(x, **options), fill_value)
 
 
 def _new_full(x: Tensor, size: Any, fill_value: Any, **options: Any) -> Any:
-    if not differs(fill_value):
+    if not is_mapped_number(fill_value):
         return NotImplemented
-    return _filled(x.new_empty(size, **options), fill_value)
+    return _fill_like(x.new_empty(size, **options), fill_value)
 
 
-def _any_ours(data: Any) -> bool:
+def _has_wrapper(data: Any) -> bool:
     if isinstance(data, (list, tuple)):
-        return any(map(_any_ours, data))
+        return any(map(_has_wrapper, data))
     return isinstance(data, Wrapper)
 
 
-def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
+def _stack_numbers(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
     """Return the tensor of nested lists of numbers, some of which are batched."""
     if isinstance(data, (list, tuple)):
-        parts = [_joined(d, dtype, device) for d in data]
+        parts = [_stack_numbers(d, dtype, device) for d in data]
         common = parts[0].dtype
         for p in parts[1:]:
             common = torch.promote_types(common, p.dtype)
@@ -183,9 +183,9 @@ def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
 def _tensor(
     data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
 ) -> Any:
-    if not isinstance(data, (list, tuple)) or not _any_ours(data):
+    if not isinstance(data, (list, tuple)) or not _has_wrapper(data):
         return NotImplemented
-    out = _joined(data, dtype, new_device(device))
+    out = _stack_numbers(data, dtype, find_new_device(device))
     return out.requires_grad_() if requires_grad else out
 
 
@@ -198,7 +198,7 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Any:
 
 
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
-    if not differs(start):
+    if not is_mapped_number(start):
         return NotImplemented
     begin = torch.where(start < 0, start + x.shape[dim], start).long()
     try:
@@ -210,14 +210,16 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 def gather_range(x: Tensor, dim: int, begin: Tensor, length: int) -> Tensor:
     """Return ``x.narrow(dim, begin, length)`` with a batched ``begin`` (`standing`)."""
     places = begin + torch.arange(length, device=begin.device)
-    return stand(x.index_select(dim, places), x, [*[None] * dim, places])
+    return make_view_copy(x.index_select(dim, places), x, [*[None] * dim, places])
 
 
 def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
     if not isinstance(cuts, Tensor):
         return NotImplemented
     cure = "Give the places as a list."
-    places = told(cuts, lambda: data_dependent("tensor_split at places in a tensor", cure))
+    places = concretize_for_user(
+        cuts, lambda: data_dependent_error("tensor_split at places in a tensor", cure)
+    )
     with no_dispatch():
         where = places.tolist()
     return torch.tensor_split(x, where, dim)
@@ -226,12 +228,12 @@ def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
 # --- a test ------------------------------------------------------------------------------------
 
 
-def _truth(x: Tensor) -> Any:
+def _is_nonzero(x: Tensor) -> Any:
     """Return ``bool(x)``: only ``x != 0`` has to be the same for all examples, not the number."""
-    numbers = plain_numbers(x)
+    numbers = get_plain_numbers(x)
     if numbers is not None:
         with no_dispatch():
-            count = count_of(numbers if numbers.dtype is torch.bool else numbers != 0)
+            count = count_flags(numbers if numbers.dtype is torch.bool else numbers != 0)
         if count in (0, x.level.size):
             return count > 0
     if (
@@ -247,7 +249,7 @@ def _truth(x: Tensor) -> Any:
 # --- the tensor's own memory -------------------------------------------------------------------
 
 
-def _memory(name: str) -> Any:
+def _make_memory_call(name: str) -> Any:
     """Return an override of a method that reads memory, such as ``x.numpy()``.
 
     The method of an ordinary tensor is called below all levels, which would intercept the read.
@@ -256,77 +258,77 @@ def _memory(name: str) -> Any:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Wrapper):
             return getattr(x, name)(*args, **kwargs)
-        note_read(f"x.{name}()", x)
+        log_plain_read(f"x.{name}()", x)
         with no_dispatch():
             return getattr(x, name)(*args, **kwargs)
 
     return call
 
 
-def _as_alone(x: Any, *args: Any, **kwargs: Any) -> Any:
+def _use_example_strides(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Give x the strides that one example would have, then leave the call to torch.
 
     It comes before calls that return a view or a copy depending on strides, or the strides.
     """
     if isinstance(x, Wrapper):
-        x.alone()
+        x.lay_out_alone()
     return NotImplemented
 
 
-def _levels() -> Iterator[Any]:
+def _iterate_levels() -> Iterator[Any]:
     level: Any = top()
     while level is not None:
-        if hasattr(level, "ledger"):
+        if hasattr(level, "mutation_log"):
             yield level
         level = level.parent
 
 
-def _grad(x: Tensor) -> Any:
-    for level in _levels():
-        if id(x) in level.ledger.leaves:
-            raise summed_grad(x)
-        if is_shared_older(x, level):
-            by_all(level, "x.grad", x)
-            level.ledger.read.add(grad_of(x))
+def _get_grad(x: Tensor) -> Any:
+    for level in _iterate_levels():
+        if id(x) in level.mutation_log.leaves:
+            raise make_summed_grad_error(x)
+        if is_shared_external(x, level):
+            require_all_examples(level, "x.grad", x)
+            level.mutation_log.read.add(get_grad_key(x))
     return NotImplemented
 
 
 def _set_grad(x: Tensor, _new: Any) -> Any:
-    for level in _levels():
-        if is_shared_older(x, level):
-            by_all(level, "x.grad = ..", x)
-            level.ledger.sets_grad(x)
+    for level in _iterate_levels():
+        if is_shared_external(x, level):
+            require_all_examples(level, "x.grad = ..", x)
+            level.mutation_log.log_grad_write(x)
     return NotImplemented
 
 
 def _set_data(x: Tensor, new: Tensor) -> Any:
     """Run ``x.data = new``: x becomes an alias of new's memory, without new's autograd history."""
-    if type(x) is not Batched:
-        if type(new) is Batched:
-            raise shared_write("x.data = ..", x, [new])
+    if type(x) is not BatchedTensor:
+        if type(new) is BatchedTensor:
+            raise shared_write_error("x.data = ..", x, [new])
         return NotImplemented
-    if moves(x.value):
+    if has_any_tangent(x.value):
         raise NotImplementedError(
             "vmap: x.data = .. inside forward mode: x would lose its tangent, which it keeps.\n"
             "Use x.copy_(..) under torch.no_grad(), or x = x + (new - x).detach()."
         )
     new = lift(new, x.level)
-    requires_grad, twin = x.requires_grad, derive(new, new.value, new.axis, same)
-    refit(x, new.value, new.axis)
-    x.family, x.chain, x.older = twin.family, twin.chain, twin.older
+    requires_grad, twin = x.requires_grad, derive_view(new, new.value, new.axis, alias_call)
+    replace_stack(x, new.value, new.axis)
+    x.family, x.chain, x.is_external = twin.family, twin.chain, twin.is_external
     x.family.add(x)
     return x.requires_grad_(requires_grad) if x.is_leaf else None
 
 
-def _set(x: Tensor, index: Any, value: Any) -> Any:
-    if type(index) is Batched and index.dtype is torch.bool and index.dim():
-        return _masked_set(x, index, value)
-    if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
+def _set_items(x: Tensor, index: Any, value: Any) -> Any:
+    if type(index) is BatchedTensor and index.dtype is torch.bool and index.dim():
+        return _write_masked(x, index, value)
+    if not any(map(_is_mapped_index, index if isinstance(index, tuple) else (index,))):
         return NotImplemented
-    return _setitem(x, index, value)
+    return _write_at_numbers(x, index, value)
 
 
-def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
+def _write_masked(x: Tensor, mask: Tensor, value: Any) -> Any:
     """Run ``x[mask] = value`` with one value for all entries.
 
     Torch's derivative of it would need the number of entries, which differs between the examples.
@@ -340,13 +342,15 @@ def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
     return x.masked_fill_(mask, value)
 
 
-def _put(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
+def _index_put(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
     """Run ``x.index_put_((mask,), values)``, which is ``x[mask] = values``."""
-    if accumulate or len(indices) != 1 or type(indices[0]) is not Batched:
+    if accumulate or len(indices) != 1 or type(indices[0]) is not BatchedTensor:
         return NotImplemented
     (mask,) = indices
     return (
-        _masked_set(x, mask, values) if mask.dtype is torch.bool and mask.dim() else NotImplemented
+        _write_masked(x, mask, values)
+        if mask.dtype is torch.bool and mask.dim()
+        else NotImplemented
     )
 
 
@@ -362,12 +366,12 @@ IN_PLACE.add(Tensor.__setitem__)
 CALLS.update(
     {
         Tensor.__getitem__: _getitem,
-        Tensor.__setitem__: _set,
-        Tensor.index_put_: _put,
-        torch.index_put_: _put,
-        Tensor.__bool__: _truth,
-        torch.is_nonzero: _truth,
-        Tensor.is_nonzero: _truth,
+        Tensor.__setitem__: _set_items,
+        Tensor.index_put_: _index_put,
+        torch.index_put_: _index_put,
+        Tensor.__bool__: _is_nonzero,
+        torch.is_nonzero: _is_nonzero,
+        Tensor.is_nonzero: _is_nonzero,
         torch.full: _full,
         torch.full_like: _full_like,
         Tensor.new_full: _new_full,
@@ -379,18 +383,24 @@ CALLS.update(
         torch.tensor_split: _tensor_split,
         Tensor.tensor_split: _tensor_split,
         Tensor.data.__set__: _set_data,
-        Tensor.grad.__get__: _grad,
+        Tensor.grad.__get__: _get_grad,
         Tensor.grad.__set__: _set_grad,
         **{
-            getattr(home, n): _as_alone
+            getattr(home, n): _use_example_strides
             for n in ("reshape", "flatten", "ravel", "as_strided", "as_strided_")
             for home in (torch, Tensor)
         },
         **{
-            getattr(Tensor, n): _as_alone
+            getattr(Tensor, n): _use_example_strides
             for n in ("view", "view_as", "reshape_as", "unflatten", "contiguous")
         },
-        **{getattr(Tensor, n): _as_alone for n in ("stride", "is_contiguous", "dim_order")},
-        **{getattr(Tensor, n): _memory(n) for n in ("numpy", "tolist", "__array__", "__dlpack__")},
+        **{
+            getattr(Tensor, n): _use_example_strides
+            for n in ("stride", "is_contiguous", "dim_order")
+        },
+        **{
+            getattr(Tensor, n): _make_memory_call(n)
+            for n in ("numpy", "tolist", "__array__", "__dlpack__")
+        },
     }
 )

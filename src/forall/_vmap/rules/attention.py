@@ -6,42 +6,42 @@ from typing import Any
 
 import torch
 
-from forall._vmap.registry import register
+from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
-    Stack,
-    by_front,
-    front,
+    MappedStack,
     is_mapped,
-    lower,
+    lower_shared,
+    make_stack_handler,
+    move_to_front,
 )
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def joined(a: Any, size: int) -> Any:
+def fold_into_batch(a: Any, size: int) -> Any:
     """Fold the batch axis into N: (B, N, *) -> (B*N, *).
 
     Seeds and counters, of rank 0 or 1, are the same for all examples and lose their batch axis.
     """
-    if isinstance(a, Stack):
+    if isinstance(a, MappedStack):
         return a.v.flatten(0, 1) if a.v.dim() > 2 else a.v[0]
     if isinstance(a, Tensor) and a.dim() > 1:
         return a.expand(size, *a.shape).flatten(0, 1)
     return a
 
 
-def mask_joined(a: Stack | Tensor | None, size: int, n: int) -> Tensor | None:
+def fold_mask(a: MappedStack | Tensor | None, size: int, n: int) -> Tensor | None:
     """Return a mask of rank 2 or 4 that broadcasts to (B*N, H, L, S)."""
     if a is None or (isinstance(a, Tensor) and (a.dim() == 2 or a.shape[0] == 1)):
         return a
-    v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+    v = a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
     if v.dim() == 3:
         v = v.unsqueeze(1).unsqueeze(1)
     return v.expand(size, n, *v.shape[2:]).flatten(0, 1)
 
 
-def with_aligned_rows(mask: Tensor | None) -> Tensor | None:
+def align_mask_rows(mask: Tensor | None) -> Tensor | None:
     """Return a mask whose rows begin where the memory efficient kernel reads them.
 
     Torch pads the rows before it calls the kernel, but a copy of all examples is dense again.
@@ -59,14 +59,14 @@ EFFICIENT = {
 }
 
 
-def parted(out: Any, size: int) -> Any:
+def unfold_from_batch(out: Any, size: int) -> Any:
     """Undo the fold of the batch axis into N: (B*N, *) -> (B, N, *)."""
     if not isinstance(out, Tensor):
         return out
     return out.unflatten(0, (size, -1)) if out.dim() > 1 else out.expand(size, *out.shape)
 
 
-def over_batch(func: Any, mask: int = -1):
+def make_attention_handler(func: Any, mask: int = -1):
     """Return the handler of an attention operator.
 
     ``mask`` is the position of the attention mask, or -1 if the mask is a keyword.
@@ -74,22 +74,23 @@ def over_batch(func: Any, mask: int = -1):
 
     def rule(size, *args, **kwargs):
         q = args[0]
-        n = q.v.shape[1] if isinstance(q, Stack) else q.shape[0]
+        n = q.v.shape[1] if isinstance(q, MappedStack) else q.shape[0]
         if "attn_mask" in kwargs:
-            kwargs["attn_mask"] = mask_joined(kwargs["attn_mask"], size, n)
+            kwargs["attn_mask"] = fold_mask(kwargs["attn_mask"], size, n)
         args = [
-            mask_joined(a, size, n) if i == mask else joined(a, size) for i, a in enumerate(args)
+            fold_mask(a, size, n) if i == mask else fold_into_batch(a, size)
+            for i, a in enumerate(args)
         ]
         if func in EFFICIENT:
-            args[mask] = with_aligned_rows(args[mask])
-        return tuple(parted(o, size) for o in func(*args, **kwargs))
+            args[mask] = align_mask_rows(args[mask])
+        return tuple(unfold_from_batch(o, size) for o in func(*args, **kwargs))
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-register(
+register_rows(
     {
-        op: over_batch(op, mask)
+        op: make_attention_handler(op, mask)
         for op, mask in (
             (aten._scaled_dot_product_flash_attention_for_cpu.default, -1),
             (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, -1),
@@ -104,7 +105,7 @@ register(
 )
 
 
-def _choice(level, func, args, kwargs):
+def _choose_sdp_kernel(level, func, args, kwargs):
     """Return the kernel that torch would choose for the batched tensor, or 0, the unfused one.
 
     It is 0 if q is not (N, H, L, E), and with dropout. A fused kernel draws random numbers by
@@ -113,10 +114,13 @@ def _choice(level, func, args, kwargs):
     q, k, v, mask, dropout, causal = (*args, *(None, 0.0, False)[len(args) - 3 :])
     if dropout or q.dim() != 4 or not level.size:
         return 0
-    take = [Stack(front(a)) if is_mapped(a, level) else lower(a, level) for a in (q, k, v, mask)]
+    take = [
+        MappedStack(move_to_front(a)) if is_mapped(a, level) else lower_shared(a, level)
+        for a in (q, k, v, mask)
+    ]
     n = q.shape[0]
-    mask = mask_joined(take.pop(), level.size, n)
-    return func(*[joined(a, level.size) for a in take], mask, dropout, causal, **kwargs)
+    mask = fold_mask(take.pop(), level.size, n)
+    return func(*[fold_into_batch(a, level.size) for a in take], mask, dropout, causal, **kwargs)
 
 
-register({aten._fused_sdp_choice.default: _choice})
+register_rows({aten._fused_sdp_choice.default: _choose_sdp_kernel})

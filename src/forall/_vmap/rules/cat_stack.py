@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from forall._compat.symbolic_zeros import plain_zeros
+from forall._compat.symbolic_zeros import make_plain_zeros
 from forall._core.axes import stacked_dim
-from forall._vmap.batched_tensor import wrap
-from forall._vmap.registry import SHARED, register
-from forall._vmap.rule_makers.basic import stacked
+from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.registry import SHARED, register_rows
+from forall._vmap.rule_makers.basic import expand_to_stack
 
 aten = torch.ops.aten
 
@@ -19,21 +19,21 @@ _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 def _cat(level, func, args, kwargs):
     tensors = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    parts = [stacked(t, level) for t in tensors]
+    parts = [expand_to_stack(t, level) for t in tensors]
     rank = max(p.dim() for p in parts) - 1
     # An empty rank-1 example fits anything: torch drops it for backward compatibility.
     parts = [p for p in parts if not (p.dim() == 2 and p.shape[1] == 0 and rank > 1)]
-    return wrap(torch.cat(parts, stacked_dim(dim, rank)), 0, level)
+    return wrap_stack(torch.cat(parts, stacked_dim(dim, rank)), 0, level)
 
 
 def _stack(level, func, args, kwargs):
     tensors = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    parts = [stacked(t, level) for t in tensors]
-    return wrap(torch.stack(parts, stacked_dim(dim, parts[0].dim())), 0, level)
+    parts = [expand_to_stack(t, level) for t in tensors]
+    return wrap_stack(torch.stack(parts, stacked_dim(dim, parts[0].dim())), 0, level)
 
 
-register({aten.cat.default: _cat, aten.stack.default: _stack})
+register_rows({aten.cat.default: _cat, aten.stack.default: _stack})
 
 
 def _same_size(level, func, args, kwargs):
@@ -44,7 +44,7 @@ def _new_empty_strided(level, func, args, kwargs):
     x, size, stride = args[:3]
     room = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
     out = x.value.new_empty_strided([level.size, *size], [max(room, 1), *stride], **kwargs)
-    return wrap(out, 0, level)
+    return wrap_stack(out, 0, level)
 
 
 def _zeros_like_tangent(level, func, args, kwargs):
@@ -57,21 +57,23 @@ def _zeros_like_tangent(level, func, args, kwargs):
     reach = (max(n - 1, 0) * s for n, s in zip(primal.shape, primal.stride(), strict=True))
     offset = primal.storage_offset()
     room = offset + 1 + sum(reach)
-    zeros = stacked(tangent, level).new_zeros([level.size, *several, room], dtype=primal.dtype)
+    zeros = expand_to_stack(tangent, level).new_zeros(
+        [level.size, *several, room], dtype=primal.dtype
+    )
     steps = [zeros.stride(d) for d in range(zeros.dim() - 1)]
     size, stride = [level.size, *several, *primal.shape], [*steps, *primal.stride()]
-    return wrap(zeros.as_strided(size, stride, offset), 0, level)
+    return wrap_stack(zeros.as_strided(size, stride, offset), 0, level)
 
 
 def _new_zeros(make):
     def handler(level, func, args, kwargs):
         # It is unbatched: a write of batched data gives it a batch axis.
-        return wrap(make(args[0].value, *args[1:], **kwargs), None, level)
+        return wrap_stack(make(args[0].value, *args[1:], **kwargs), None, level)
 
     return handler
 
 
-register(
+register_rows(
     {
         aten.is_same_size.default: _same_size,
         aten._has_same_storage_numel.default: lambda *_: True,
@@ -89,6 +91,6 @@ register(
     }
 )
 
-SHARED[aten._efficientzerotensor.default] = lambda level, func, args, kwargs: plain_zeros(
+SHARED[aten._efficientzerotensor.default] = lambda level, func, args, kwargs: make_plain_zeros(
     *args, **kwargs
 )

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.private_api import PLAIN
-from forall._vmap.convolution_tiles import by_pieces, comes_apart
-from forall._vmap.registry import register
-from forall._vmap.rule_makers.basic import Stack, by_front
+from forall._vmap.convolution_tiles import can_run_in_pieces, run_in_pieces
+from forall._vmap.registry import register_rows
+from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-class Images:
+class BatchFold:
     """Fold the batch axis into N. Batched operands come as (B, *S), unbatched ones as they are."""
 
     def __init__(self, size: int, groups: int, transposed: bool) -> None:
@@ -49,7 +49,7 @@ class Images:
     y, y_back = x, x_back
 
 
-class Filters(Images):
+class FilterFold(BatchFold):
     """Fold the batch axis into the output channels of each group."""
 
     def x(self, v: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Filters(Images):
         return v.unflatten(0, (self.groups, self.size, -1)).movedim(1, 0).flatten(1, 2)
 
 
-class Groups(Images):
+class GroupFold(BatchFold):
     """Fold the batch axis into the groups: each example gets groups of its own."""
 
     def __init__(self, size: int, groups: int, transposed: bool) -> None:
@@ -95,25 +95,25 @@ class Groups(Images):
     y, y_back = x, x_back
 
 
-def _all(a: Stack | Tensor, size: int) -> Tensor:
-    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+def _expand_stack(a: MappedStack | Tensor, size: int) -> Tensor:
+    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
-def _value(a: Stack | Tensor) -> Tensor:
-    return a.v if isinstance(a, Stack) else a
+def _get_value(a: MappedStack | Tensor) -> Tensor:
+    return a.v if isinstance(a, MappedStack) else a
 
 
-def _made(x: Tensor, w: Tensor, how: Sequence[Any]) -> float:
+def _count_entries(x: Tensor, w: Tensor, how: Sequence[Any]) -> float:
     """Estimate how many entries the result has for each of the images (N, *), ignoring edges."""
     stride, transposed, groups = how[0], how[3], how[5]
-    steps = prod(_of_rank(stride, x.dim() - 2))
+    steps = prod(_repeat_to_rank(stride, x.dim() - 2))
     here, there = w.shape[1] * groups, w.shape[0]
     return prod(x.shape[1:]) * (here / there * steps if transposed else there / here / steps)
 
 
-def _shape(a: Stack | Tensor) -> Sequence[int]:
+def _get_shape(a: MappedStack | Tensor) -> Sequence[int]:
     """The shape of one example."""
-    return a.v.shape[1:] if isinstance(a, Stack) else a.shape
+    return a.v.shape[1:] if isinstance(a, MappedStack) else a.shape
 
 
 def convolution(size, x, w, bias, *how):
@@ -122,27 +122,33 @@ def convolution(size, x, w, bias, *how):
     ``how`` is (stride, padding, dilation, transposed, output_padding, groups[, *flags]).
     """
     geometry, groups = how[:5], how[5]
-    if not (isinstance(x, Stack) or isinstance(w, Stack)):
+    if not (isinstance(x, MappedStack) or isinstance(w, MappedStack)):
         y = torch.convolution(x, w, None, *geometry, groups).unsqueeze(0)
         return y + _per_channel(bias.v, y)
-    place = (Groups if isinstance(w, Stack) else Images) if isinstance(x, Stack) else Filters
-    within = bias if place is Images and not isinstance(bias, Stack) else None
-    if isinstance(x, Stack) and _is_product(x.v, w, *how):
-        y = _product(x.v, w, within)
+    place = (
+        (GroupFold if isinstance(w, MappedStack) else BatchFold)
+        if isinstance(x, MappedStack)
+        else FilterFold
+    )
+    within = bias if place is BatchFold and not isinstance(bias, MappedStack) else None
+    if isinstance(x, MappedStack) and _is_product(x.v, w, *how):
+        y = _multiply_channels(x.v, w, within)
     else:
         p = place(size, groups, transposed=geometry[3])
-        x, w = p.x(_value(x)), p.w(_value(w))
+        x, w = p.x(_get_value(x)), p.w(_get_value(w))
 
-        def convolved(v: Tensor) -> Tensor:
+        def run_kernel(v: Tensor) -> Tensor:
             return torch.convolution(v, w, within, *geometry, p.groups)
 
-        in_pieces = place is Images and comes_apart(x, w)
-        y = p.y_back(by_pieces(convolved, x, _made(x, w, how)) if in_pieces else convolved(x))
-    if bias is not None and _shape(bias) != y.shape[2:3]:  # here it would be broadcast
-        raise RuntimeError(f"a bias of shape {tuple(_shape(bias))} for {y.shape[2]} filters")
+        in_pieces = place is BatchFold and can_run_in_pieces(x, w)
+        y = p.y_back(
+            run_in_pieces(run_kernel, x, _count_entries(x, w, how)) if in_pieces else run_kernel(x)
+        )
+    if bias is not None and _get_shape(bias) != y.shape[2:3]:  # here it would be broadcast
+        raise RuntimeError(f"a bias of shape {tuple(_get_shape(bias))} for {y.shape[2]} filters")
     if bias is None or within is not None:
         return y
-    return y + _per_channel(_all(bias, size), y)
+    return y + _per_channel(_expand_stack(bias, size), y)
 
 
 def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
@@ -152,35 +158,37 @@ def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
 
 def _convolution_backward(size, g, x, w, _bias_sizes, *how):
     for_x, for_w, for_bias = how[6]
-    g, how = _all(g, size), how[:6]
+    g, how = _expand_stack(g, size), how[:6]
     gx = gw = None
     if for_x and _is_product(g, w, *how):
-        gx = _product(g, w, None, back=True)
+        gx = _multiply_channels(g, w, None, back=True)
     elif for_x:
-        place = Groups if isinstance(w, Stack) else Images
+        place = GroupFold if isinstance(w, MappedStack) else BatchFold
         # Kernels use the shape alone of this operand. An expanded one would be copied.
-        gx = _pulled(place, g, g.new_empty((size, *_shape(x))), _value(w), 0, how)
-    if for_w and isinstance(x, Stack):
-        gw = fastest(g, x.v, _shape(w), *how)(g, x.v, _shape(w), *how)
+        gx = _convolve_backward(
+            place, g, g.new_empty((size, *_get_shape(x))), _get_value(w), 0, how
+        )
+    if for_w and isinstance(x, MappedStack):
+        gw = choose_weight_grad(g, x.v, _get_shape(w), *how)(g, x.v, _get_shape(w), *how)
     elif for_w:
-        gw = _pulled(Filters, g, x, g.new_empty((size, *_shape(w))), 1, how)
+        gw = _convolve_backward(FilterFold, g, x, g.new_empty((size, *_get_shape(w))), 1, how)
     return gx, gw, g.sum([1, *range(3, g.dim())]) if for_bias else None
 
 
-def _pulled(place, g, x, w, which, how):
+def _convolve_backward(place, g, x, w, which, how):
     """Return the derivative with respect to x (``which=0``) or w (1); only its shape is used."""
     p = place(len(g), how[5], transposed=how[3])
     x, w = p.x(x), p.w(w)
 
-    def pulled(g):
+    def run_kernel(g):
         given = (g, x if which else x[: len(g)], w, None, *how[:5], p.groups)
         return aten.convolution_backward.default(*given, [which == 0, which == 1, False])[which]
 
     if which:
-        return p.w_back(pulled(p.y(g)))
+        return p.w_back(run_kernel(p.y(g)))
     g = p.y(g)
-    in_pieces = place is Images and comes_apart(g, w)
-    return p.x_back(by_pieces(pulled, g, prod(x.shape[1:])) if in_pieces else pulled(g))
+    in_pieces = place is BatchFold and can_run_in_pieces(g, w)
+    return p.x_back(run_in_pieces(run_kernel, g, prod(x.shape[1:])) if in_pieces else run_kernel(g))
 
 
 # --- filters of one entry -------------------------------------------------------------------------
@@ -193,11 +201,11 @@ def _pulled(place, g, x, w, which, how):
 #     0.52 and 0.35.
 
 
-def _is_product(v: Tensor, w: Stack | Tensor, *how: Any) -> bool:
+def _is_product(v: Tensor, w: MappedStack | Tensor, *how: Any) -> bool:
     """True if the convolution of images or cotangents (B, N, ..) is a product with the filters."""
-    if prod(_shape(w)[2:]) != 1:
+    if prod(_get_shape(w)[2:]) != 1:
         return False
-    (stride, padding, _, transposed, _, groups), w = how[:6], _value(w)
+    (stride, padding, _, transposed, _, groups), w = how[:6], _get_value(w)
     if transposed or groups != 1 or any(padding) or any(s != 1 for s in stride):
         return False
     # An outer level runs its own rule, and might have to copy operands that are expanded here.
@@ -208,12 +216,14 @@ def _is_product(v: Tensor, w: Stack | Tensor, *how: Any) -> bool:
 _MEASURED = (torch.float32, torch.float64)
 
 
-def _product(v: Tensor, w: Stack | Tensor, bias: Tensor | None, back: bool = False) -> Tensor:
+def _multiply_channels(
+    v: Tensor, w: MappedStack | Tensor, bias: Tensor | None, back: bool = False
+) -> Tensor:
     """Multiply channels: (B, N, I, *) -> (B, N, O, *), or from O to I with ``back``.
 
     ``bias`` is (O,) and unbatched.
     """
-    m = w.v.flatten(2).unsqueeze(1) if isinstance(w, Stack) else w.flatten(1)  # (.., O, I)
+    m = w.v.flatten(2).unsqueeze(1) if isinstance(w, MappedStack) else w.flatten(1)  # (.., O, I)
     m = m.mT if back else m
     m = m.expand(*v.shape[:2], *m.shape[-2:]).flatten(0, 1)
     x = v.flatten(0, 1).flatten(2)
@@ -237,7 +247,9 @@ _BLOCK = 8  # channels
 _LONG = 100_000  # entries of one example's copy
 
 
-def fastest(g: Tensor, x: Tensor, filters: Sequence[int], *how: Any) -> Callable[..., Tensor]:
+def choose_weight_grad(
+    g: Tensor, x: Tensor, filters: Sequence[int], *how: Any
+) -> Callable[..., Tensor]:
     """Return the function of the three below that is expected to be the fastest.
 
     ``filters`` (g*O, I, *) is the shape of one example's weight, ``how`` is as in `convolution`.
@@ -248,41 +260,45 @@ def fastest(g: Tensor, x: Tensor, filters: Sequence[int], *how: Any) -> Callable
     )
     copied = x.shape[1] * prod(places) * groups * prod(filters[1:])
     if not x.is_cpu or (blocks and copied >= _LONG):
-        return by_groups
+        return weight_grad_by_groups
     # 1x1 needs no copy at all, and float16 has no fast product of matrices that lie in rows.
     if prod(filters[2:]) == 1 or x.dtype is torch.float16:
-        return places_last
+        return weight_grad_places_last
     is_run_long = filters[-1] * filters[1] >= places[-1]
     is_weight_small = filters[0] // groups <= x.shape[1] * prod(places)
-    return channels_last if is_run_long and is_weight_small else places_last
+    return weight_grad_channels_last if is_run_long and is_weight_small else weight_grad_places_last
 
 
-def by_groups(g, x, filters, *how):
+def weight_grad_by_groups(g, x, filters, *how):
     """Compute weight gradients with a grouped convolution, each example in groups of its own.
 
     (B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *).
     """
-    return _pulled(Groups, g, x, x.new_empty((len(x), *filters)), 1, how)
+    return _convolve_backward(GroupFold, g, x, x.new_empty((len(x), *filters)), 1, how)
 
 
-def places_last(g, x, filters, *how):
+def weight_grad_places_last(g, x, filters, *how):
     """Compute weight gradients as one product per example of cotangents and unfolded images."""
-    g, x, r = _operands(g, x, 4, filters, *how)  # (B*g, O, N*places), (B, N, g, I, *, *kernel)
+    g, x, r = _prepare_operands(
+        g, x, 4, filters, *how
+    )  # (B*g, O, N*places), (B, N, g, I, *, *kernel)
     met = x.permute(0, 2, 3, *range(4 + r, 4 + 2 * r), 1, *range(4, 4 + r))
     met = met.reshape(len(g), prod(filters[1:]), -1)
     return torch.bmm(g, met.mT).view(len(x), *filters)
 
 
-def channels_last(g, x, filters, *how):
+def weight_grad_channels_last(g, x, filters, *how):
     """Compute weight gradients as products, with the unfolded images in channels-last order."""
-    g, x, r = _operands(g, x, 3, filters, *how)  # (B*g, O, N*places), (B, N, g, *, I, *kernel)
+    g, x, r = _prepare_operands(
+        g, x, 3, filters, *how
+    )  # (B*g, O, N*places), (B, N, g, *, I, *kernel)
     met = x.permute(0, 2, 1, *range(3, 3 + r), *range(4 + r, 4 + 2 * r), 3 + r)
     met = met.reshape(len(g), -1, prod(filters[1:]))  # (B*g, N*places, kernel*I)
     out = torch.bmm(g, met).view(len(x), filters[0], -1, filters[1])
     return out.mT.contiguous().view(len(x), *filters)
 
 
-def _operands(g, x, dim, filters, stride, padding, dilation, transposed, _, groups):
+def _prepare_operands(g, x, dim, filters, stride, padding, dilation, transposed, _, groups):
     """Return cotangents as rows, the unfolded images, and the number of spatial dims.
 
     The windows' positions begin at ``dim`` of the unfolded images. If the convolution is
@@ -292,16 +308,20 @@ def _operands(g, x, dim, filters, stride, padding, dilation, transposed, _, grou
         g, x = x, g
     r = g.dim() - 3
     if any(padding):  # to pad by nothing would be a copy
-        x = torch.constant_pad_nd(x, [p for p in reversed(_of_rank(padding, r)) for _ in range(2)])
+        x = torch.constant_pad_nd(
+            x, [p for p in reversed(_repeat_to_rank(padding, r)) for _ in range(2)]
+        )
     x = x.unflatten(2, (groups, -1))
     if dim == 3:
         x = x.movedim(3, -1).contiguous()
-    met = _windows(x, dim, g.shape[3:], filters[2:], _of_rank(stride, r), _of_rank(dilation, r))
+    met = _unfold_windows(
+        x, dim, g.shape[3:], filters[2:], _repeat_to_rank(stride, r), _repeat_to_rank(dilation, r)
+    )
     g = g.movedim(1, 2).reshape(len(g) * groups, filters[0] // groups, -1)
     return g, met, r
 
 
-def _windows(x, dim, places, kernel, stride, dilation):
+def _unfold_windows(x, dim, places, kernel, stride, dilation):
     """Unfold the spatial dims from ``dim`` on into window positions, then dims of the filter."""
     for i, (n, k, s, d) in enumerate(zip(places, kernel, stride, dilation, strict=True), dim):
         x = x.unfold(i, d * (k - 1) + 1, s)
@@ -312,23 +332,23 @@ def _windows(x, dim, places, kernel, stride, dilation):
     return x
 
 
-def _of_rank(numbers: Sequence[int], rank: int) -> Sequence[int]:
+def _repeat_to_rank(numbers: Sequence[int], rank: int) -> Sequence[int]:
     """Return one number per dim: torch also takes one number for all dims."""
     return numbers if len(numbers) == rank else [*numbers] * rank
 
 
-@by_front
+@make_stack_handler
 def _mkldnn(size, x, w, bias, padding, stride, dilation, groups):
     return convolution(
         size, x, w, bias, stride, padding, dilation, False, [0] * len(stride), groups
     )
 
 
-register(
+register_rows(
     {
-        aten.convolution.default: by_front(convolution),
-        aten._convolution.default: by_front(convolution),
-        aten.convolution_backward.default: by_front(_convolution_backward),
+        aten.convolution.default: make_stack_handler(convolution),
+        aten._convolution.default: make_stack_handler(convolution),
+        aten.convolution_backward.default: make_stack_handler(_convolution_backward),
         aten.mkldnn_convolution.default: _mkldnn,
     }
 )
@@ -337,48 +357,48 @@ register(
 # --- kernels by name, each a convolution with some of its arguments -------------------------------
 
 
-def _named(*extra: str, depthwise: bool = False):
+def _make_conv_handler(*extra: str, depthwise: bool = False):
     """Return the rule of a kernel ``(x, w, kernel_size, bias, stride, padding, *extra)``."""
 
     def rule(size, x, w, kernel, bias=None, stride=None, padding=None, *rest):
         ones, zeros = [1] * len(kernel), [0] * len(kernel)
         more = dict(zip(extra, rest, strict=False))
         dilation, output_padding = more.get("dilation", ones), more.get("output_padding", zeros)
-        groups = (x.v.shape[2] if isinstance(x, Stack) else x.shape[1]) if depthwise else 1
+        groups = (x.v.shape[2] if isinstance(x, MappedStack) else x.shape[1]) if depthwise else 1
         how = (stride or ones, padding or zeros, dilation, "output_padding" in extra)
         return convolution(size, x, w, bias, *how, output_padding, groups)
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-@by_front
+@make_stack_handler
 def _slow_backward(size, g, x, w, _kernel, stride, padding, mask):
     how = (stride, padding, [1, 1], False, [0, 0], 1, mask)
     return _convolution_backward(size, g, x, w, None, *how)
 
 
-register(
+register_rows(
     {
         aten._slow_conv2d_backward.output_mask: _slow_backward,
-        aten._slow_conv2d_forward.default: _named(),
-        aten.slow_conv3d_forward.default: _named(),
-        aten.slow_conv_dilated2d.default: _named("dilation"),
-        aten.slow_conv_dilated3d.default: _named("dilation"),
-        aten._conv_depthwise2d.default: _named("dilation", depthwise=True),
-        aten.conv_depthwise3d.default: _named("dilation", depthwise=True),
-        aten.slow_conv_transpose2d.default: _named("output_padding", "dilation"),
-        aten.slow_conv_transpose3d.default: _named("output_padding", "dilation"),
+        aten._slow_conv2d_forward.default: _make_conv_handler(),
+        aten.slow_conv3d_forward.default: _make_conv_handler(),
+        aten.slow_conv_dilated2d.default: _make_conv_handler("dilation"),
+        aten.slow_conv_dilated3d.default: _make_conv_handler("dilation"),
+        aten._conv_depthwise2d.default: _make_conv_handler("dilation", depthwise=True),
+        aten.conv_depthwise3d.default: _make_conv_handler("dilation", depthwise=True),
+        aten.slow_conv_transpose2d.default: _make_conv_handler("output_padding", "dilation"),
+        aten.slow_conv_transpose3d.default: _make_conv_handler("output_padding", "dilation"),
     }
 )
 
 
-@by_front
+@make_stack_handler
 def _conv_tbc(size, x, w, bias, pad=0):
     """Convolve (T, N, C) with filters (K, C, O) to (T', N, O)."""
-    x = Stack(x.v.permute(0, 2, 3, 1)) if isinstance(x, Stack) else x.permute(1, 2, 0)
-    w = Stack(w.v.permute(0, 3, 2, 1)) if isinstance(w, Stack) else w.permute(2, 1, 0)
+    x = MappedStack(x.v.permute(0, 2, 3, 1)) if isinstance(x, MappedStack) else x.permute(1, 2, 0)
+    w = MappedStack(w.v.permute(0, 3, 2, 1)) if isinstance(w, MappedStack) else w.permute(2, 1, 0)
     y = convolution(size, x, w, bias, [1], [pad], [1], False, [0], 1)
     return y.permute(0, 3, 1, 2)
 
 
-register({aten.conv_tbc.default: _conv_tbc})
+register_rows({aten.conv_tbc.default: _conv_tbc})

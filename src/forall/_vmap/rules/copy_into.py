@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from forall._vmap.mutation.in_place import level_write
-from forall._vmap.registry import register
+from forall._vmap.mutation.in_place import write_all
+from forall._vmap.registry import register_rows
 
 aten = torch.ops.aten
 
 
 def _copy(level, func, args, kwargs):
-    return level_write(level, func, [args[0]], [args[1]])
+    return write_all(level, func, [args[0]], [args[1]])
 
 
-register({aten.copy_.default: _copy})
+register_rows({aten.copy_.default: _copy})

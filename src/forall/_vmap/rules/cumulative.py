@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from forall._vmap.registry import register
-from forall._vmap.rule_makers.along_dims import along
+from forall._vmap.registry import register_rows
+from forall._vmap.rule_makers.along_dims import make_dim_handler
 
 aten = torch.ops.aten
 
 # Torch decomposes their backwards into ordinary operators, so they need no rules.
-register(
+register_rows(
     {
-        op: along(op)
+        op: make_dim_handler(op)
         for op in (
             aten.cumsum.default,
             aten.cumprod.default,

@@ -8,45 +8,47 @@ from __future__ import annotations
 
 import torch
 
-from forall._vmap.batched_indices import examples_of, flat
-from forall._vmap.registry import register
-from forall._vmap.rule_makers.basic import Stack, by_front
+from forall._vmap.batched_indices import flatten_examples, make_example_index
+from forall._vmap.registry import register_rows
+from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def in_tables(indices: Stack | Tensor, size: int, each: int, rows: int | None = None) -> Tensor:
+def offset_indices(
+    indices: MappedStack | Tensor, size: int, each: int, rows: int | None = None
+) -> Tensor:
     """Return indices (B, *I) into the B concatenated tables, which begin every ``each`` rows.
 
     An index outside of the ``rows`` of its example's table is an error. `gather`, which looks up
     the example of each index, raises it.
     """
-    v = (indices.v if isinstance(indices, Stack) else indices.unsqueeze(0)).long()
+    v = (indices.v if isinstance(indices, MappedStack) else indices.unsqueeze(0)).long()
     v = v.expand(size, *v.shape[1:])
-    examples = examples_of(size, v.device, 1).expand(size, each if rows is None else rows)
-    whose = examples.gather(1, flat(v)).view(v.shape)
+    examples = make_example_index(size, v.device, 1).expand(size, each if rows is None else rows)
+    whose = examples.gather(1, flatten_examples(v)).view(v.shape)
     return torch.add(v, whose, alpha=each)
 
 
-def moved(numbers: Tensor, each: int) -> Tensor:
+def add_example_offset(numbers: Tensor, each: int) -> Tensor:
     """Add ``each`` times the example's number to each example's numbers (B, *I)."""
-    examples = examples_of(len(numbers), numbers.device, numbers.dim() - 1)
+    examples = make_example_index(len(numbers), numbers.device, numbers.dim() - 1)
     return torch.add(numbers, examples.to(numbers.dtype), alpha=each)
 
 
-@by_front
+@make_stack_handler
 def _embedding(size, weight, indices, *_):
-    if not isinstance(weight, Stack):
+    if not isinstance(weight, MappedStack):
         return aten.embedding.default(weight, indices.v)
     rows = weight.v.shape[1]
-    return aten.embedding.default(weight.v.flatten(0, 1), in_tables(indices, size, rows))
+    return aten.embedding.default(weight.v.flatten(0, 1), offset_indices(indices, size, rows))
 
 
-@by_front
+@make_stack_handler
 def _embedding_dense_backward(size, g, indices, rows, padding, scale):
-    i = _in_use(indices, size, rows)
-    g = g.v if isinstance(g, Stack) else g.expand(size, *g.shape)
+    i = _offset_valid_indices(indices, size, rows)
+    g = g.v if isinstance(g, MappedStack) else g.expand(size, *g.shape)
     out = aten.embedding_dense_backward.default(g, i, size * rows, -1, scale)
     out = out.view(size, rows, out.shape[-1])
     if padding >= 0:  # each table has a padding row; the operator knows one in all
@@ -54,22 +56,22 @@ def _embedding_dense_backward(size, g, indices, rows, padding, scale):
     return out
 
 
-def _in_use(indices: Stack | Tensor, size: int, rows: int) -> Tensor:
+def _offset_valid_indices(indices: MappedStack | Tensor, size: int, rows: int) -> Tensor:
     """Return indices into the concatenated tables, with -1 for those out of range.
 
     The backward kernel ignores -1.
     """
     try:
-        return in_tables(indices, size, rows)
+        return offset_indices(indices, size, rows)
     except (IndexError, RuntimeError):
-        v = _all(indices, size).long()
-        return torch.where((v >= 0) & (v < rows), moved(v, rows), -1)
+        v = _expand_stack(indices, size).long()
+        return torch.where((v >= 0) & (v < rows), add_example_offset(v, rows), -1)
 
 
-@by_front
+@make_stack_handler
 def _renorm(size, weight, indices, max_norm, norm_type):
     """Scale the rows that are indexed down to the norm ``max_norm``."""
-    w, i = _all(weight, size), _all(indices, size).reshape(size, -1).long()
+    w, i = _expand_stack(weight, size), _expand_stack(indices, size).reshape(size, -1).long()
     i = torch.where(i < 0, i + w.shape[1], i)  # the operator counts from the end too
     used = torch.zeros(w.shape[:2], dtype=torch.bool, device=w.device).scatter(1, i, True)
     norm = torch.linalg.vector_norm(w, norm_type, -1)
@@ -77,11 +79,11 @@ def _renorm(size, weight, indices, max_norm, norm_type):
     return w * cut.unsqueeze(-1)
 
 
-def _all(a: Stack | Tensor, size: int) -> Tensor:
-    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+def _expand_stack(a: MappedStack | Tensor, size: int) -> Tensor:
+    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
-register(
+register_rows(
     {
         aten.embedding.default: _embedding,
         aten.embedding_dense_backward.default: _embedding_dense_backward,
@@ -95,7 +97,7 @@ register(
 SUM, MEAN, MAX = range(3)
 
 
-def _bags(func):
+def _make_bag_handler(func):
     def rule(
         size,
         weight,
@@ -108,33 +110,33 @@ def _bags(func):
         include_last=False,
         padding=-1,
     ):
-        i, begin = _all(indices, size), _all(offsets, size)
-        if include_last and not _ends_with(begin, i.shape[1]):
+        i, begin = _expand_stack(indices, size), _expand_stack(offsets, size)
+        if include_last and not _is_last_bag_full(begin, i.shape[1]):
             given = (weight, indices, offsets, scale, mode, sparse, own, include_last, padding)
-            return _one_by_one(func, size, given)
+            return _loop_over_bags(func, size, given)
         begin = begin[:, :-1] if include_last else begin
         kind = torch.promote_types(i.dtype, begin.dtype)
         shift = 0
-        if isinstance(weight, Stack):
+        if isinstance(weight, MappedStack):
             shift = weight.v.shape[1]
-            i, weight, padding = _joined_tables(weight.v, i, padding)
-        begin = _starts(begin, i.shape[1], isinstance(offsets, Stack))
-        own = None if own is None else _all(own, size).flatten()
+            i, weight, padding = _join_tables(weight.v, i, padding)
+        begin = _offset_bag_starts(begin, i.shape[1], isinstance(offsets, MappedStack))
+        own = None if own is None else _expand_stack(own, size).flatten()
         out, bag, count, best = func(
             weight, i.flatten(), begin, scale, mode, False, own, False, padding
         )
         best = best.view(size, -1, *best.shape[1:])
-        best = moved(best, -shift) if shift and mode == MAX else best
+        best = add_example_offset(best, -shift) if shift and mode == MAX else best
         # The bag of each index, counted within its example. The operator may omit it.
         bag = bag.view(size, -1)
-        bag = moved(bag, -(begin.numel() // size)) if bag.numel() else bag
+        bag = add_example_offset(bag, -(begin.numel() // size)) if bag.numel() else bag
         out = out.unflatten(0, (size, -1))
         return out, bag.to(kind), count.view(size, -1).to(kind), best.to(kind)
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-def _starts(begin: Tensor, length: int, differ: bool) -> Tensor:
+def _offset_bag_starts(begin: Tensor, length: int, differ: bool) -> Tensor:
     """Return the offsets (B * N,) of the bags of all examples, and check them.
 
     A bag that began outside of its example's indices would take those of another example. The
@@ -144,10 +146,10 @@ def _starts(begin: Tensor, length: int, differ: bool) -> Tensor:
         aten._assert_async.msg(
             (begin[:, 0] == 0).all(), "embedding_bag: offsets[0] has to be 0 in each example"
         )
-    return in_tables(Stack(begin), len(begin), length, length + 1).flatten()
+    return offset_indices(MappedStack(begin), len(begin), length, length + 1).flatten()
 
 
-def _ends_with(begin: Tensor, length: int) -> bool:
+def _is_last_bag_full(begin: Tensor, length: int) -> bool:
     """True if the last offset of each example, with ``include_last``, is the number of indices."""
     try:
         aten._assert_async.msg((begin[:, -1] == length).all(), "embedding_bag: what follows a bag")
@@ -156,16 +158,18 @@ def _ends_with(begin: Tensor, length: int) -> bool:
     return True
 
 
-def _one_by_one(func, size, given):
+def _loop_over_bags(func, size, given):
     """Run one example after another, as kernels differ about indices after the last bag."""
-    outs = [func(*(a.v[n] if isinstance(a, Stack) else a for a in given)) for n in range(size)]
+    outs = [
+        func(*(a.v[n] if isinstance(a, MappedStack) else a for a in given)) for n in range(size)
+    ]
     return tuple(map(torch.stack, zip(*outs, strict=True)))
 
 
-def _joined_tables(tables: Tensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor, int]:
+def _join_tables(tables: Tensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor, int]:
     """Return (indices, table, padding) for one table of all rows, with a padding row at its end."""
     size, rows, width = tables.shape
-    found = in_tables(Stack(indices), size, rows)
+    found = offset_indices(MappedStack(indices), size, rows)
     tables = tables.flatten(0, 1)
     if padding < 0:
         return found, tables, -1
@@ -173,7 +177,7 @@ def _joined_tables(tables: Tensor, indices: Tensor, padding: int) -> tuple[Tenso
     return torch.where(indices == padding, size * rows, found), tables, size * rows
 
 
-def _bag_of(indices: Tensor, offsets: Tensor, bags: int) -> Tensor:
+def _find_bags(indices: Tensor, offsets: Tensor, bags: int) -> Tensor:
     """Return the bag of each index (B, L): the last bag that begins at or before the index."""
     offsets = offsets[:, :bags]  # there may be one more, the end of the last bag
     places = torch.arange(indices.shape[1], device=indices.device, dtype=offsets.dtype)
@@ -181,12 +185,12 @@ def _bag_of(indices: Tensor, offsets: Tensor, bags: int) -> Tensor:
     return torch.searchsorted(offsets.contiguous(), places, right=True) - 1
 
 
-def _picked(rows: Tensor, at: Tensor) -> Tensor:
+def _gather_rows(rows: Tensor, at: Tensor) -> Tensor:
     """Gather rows: (B, N, D), (B, L) -> (B, L, D)."""
     return rows.gather(1, at.unsqueeze(-1).expand(*at.shape, rows.shape[-1]))
 
 
-def rows_of_bags(
+def compute_row_grads(
     g: Tensor,
     i: Tensor,
     offsets: Tensor,
@@ -203,41 +207,46 @@ def rows_of_bags(
     if mode == MAX:
         some = (count > 0).unsqueeze(-1)
         return torch.where(some, best, 0), torch.where(some, g, 0)
-    bag = _bag_of(i, offsets, g.shape[1])
-    g = _picked(g, bag)
+    bag = _find_bags(i, offsets, g.shape[1])
+    g = _gather_rows(g, bag)
     g = g / count.gather(1, bag).unsqueeze(-1) if mode == MEAN else g
     g = g if own is None else g * own.unsqueeze(-1)
     return i, torch.where((i == padding).unsqueeze(-1), 0, g) if padding >= 0 else g
 
 
-@by_front
+@make_stack_handler
 def _bags_backward(
     size, g, indices, offsets, _bag, count, best, rows, scale, mode, sparse, own, padding=-1
 ):
-    given = (_all(a, size) for a in (g, indices, offsets, count, best))
-    own = None if own is None else _all(own, size)
-    at, g = rows_of_bags(*given, mode, own, padding)
+    given = (_expand_stack(a, size) for a in (g, indices, offsets, count, best))
+    own = None if own is None else _expand_stack(own, size)
+    at, g = compute_row_grads(*given, mode, own, padding)
     if mode == MAX:
         return g.new_zeros(size, rows, g.shape[-1]).scatter_add(1, at, g)
-    out = aten.embedding_dense_backward.default(g, moved(at, rows), size * rows, -1, scale)
+    out = aten.embedding_dense_backward.default(
+        g, add_example_offset(at, rows), size * rows, -1, scale
+    )
     out = out.view(size, rows, -1)
     return out.to_sparse(2) if sparse else out
 
 
-@by_front
-def _own_backward(size, g, weight, indices, offsets, _bag, mode, padding=-1):
-    g, i = _all(g, size), _all(indices, size)
+@make_stack_handler
+def _sample_weights_backward(size, g, weight, indices, offsets, _bag, mode, padding=-1):
+    g, i = _expand_stack(g, size), _expand_stack(indices, size)
     found = (
-        _picked(g, _bag_of(i, _all(offsets, size), g.shape[1])) * _picked(_all(weight, size), i)
+        _gather_rows(g, _find_bags(i, _expand_stack(offsets, size), g.shape[1]))
+        * _gather_rows(_expand_stack(weight, size), i)
     ).sum(-1)
     return torch.where(i == padding, 0, found) if padding >= 0 else found
 
 
-register(
+register_rows(
     {
-        aten._embedding_bag.default: _bags(aten._embedding_bag.default),
-        aten._embedding_bag_forward_only.default: _bags(aten._embedding_bag_forward_only.default),
+        aten._embedding_bag.default: _make_bag_handler(aten._embedding_bag.default),
+        aten._embedding_bag_forward_only.default: _make_bag_handler(
+            aten._embedding_bag_forward_only.default
+        ),
         aten._embedding_bag_backward.default: _bags_backward,
-        aten._embedding_bag_per_sample_weights_backward.default: _own_backward,
+        aten._embedding_bag_per_sample_weights_backward.default: _sample_weights_backward,
     }
 )

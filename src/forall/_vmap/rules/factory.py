@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
-from forall._vmap.batched_indices import flat
-from forall._vmap.batched_tensor import wrap
-from forall._vmap.memory_layout import asks_first, expanded_inside
-from forall._vmap.mutation.in_place import level_write, writable
-from forall._vmap.registry import register
+from forall._vmap.batched_indices import flatten_examples
+from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
+from forall._vmap.mutation.in_place import get_writable_stack, write_all
+from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
-    Stack,
-    by_front,
-    front,
+    MappedStack,
+    expand_to_stack,
+    handle_pointwise,
     is_mapped,
-    level_on,
-    lower,
-    pointwise,
-    stacked,
+    lower_shared,
+    make_stack_handler,
+    move_to_front,
+    reenter_level,
 )
 
 aten = torch.ops.aten
@@ -35,17 +35,17 @@ def _like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0]
     layout = kwargs.get("memory_format")
     if layout is None or layout is torch.preserve_format:
-        return wrap(func(x.value, *args[1:], **kwargs), x.axis, level)
-    v, rest = front(x), {**kwargs, "memory_format": torch.contiguous_format}
+        return wrap_stack(func(x.value, *args[1:], **kwargs), x.axis, level)
+    v, rest = move_to_front(x), {**kwargs, "memory_format": torch.contiguous_format}
     if layout is torch.contiguous_format:
-        return wrap(func(v, *args[1:], **rest), 0, level)
+        return wrap_stack(func(v, *args[1:], **rest), 0, level)
     if x.dim() != _CHANNELS_LAST[layout]:
         raise RuntimeError(f"required rank {_CHANNELS_LAST[layout]} tensor to use {layout} format")
     last = func(v.movedim(2, -1), *args[1:], **rest)  # (B, N, .., C) in memory
-    return wrap(last.movedim(-1, 2), 0, level)
+    return wrap_stack(last.movedim(-1, 2), 0, level)
 
 
-register(
+register_rows(
     dict.fromkeys(
         (
             aten.clone.default,
@@ -56,7 +56,7 @@ register(
             aten.full_like.default,
             aten.lift_fresh_copy.default,
         ),
-        asks_first(_like, expanded_inside),
+        keep_example_layout(_like, is_expanded_inside),
     )
 )
 
@@ -65,7 +65,7 @@ register(
 
 
 def _fill_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    func(writable(level, func, args[0], []), *args[1:])
+    func(get_writable_stack(level, func, args[0], []), *args[1:])
     return args[0]
 
 
@@ -75,34 +75,34 @@ def _fill_from(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             f"fill_ only supports 0-dimension value tensor but got tensor with {args[1].dim()} "
             "dimensions."
         )
-    return level_write(level, func, [args[0]], [args[1]])
+    return write_all(level, func, [args[0]], [args[1]])
 
 
-def _filled(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _fill(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     x, value = args
     if not is_mapped(value, level):
-        return wrap(func(x.value, lower(value, level)), x.axis, level)
-    v = front(value).to(dtype=x.dtype, device=x.device)
+        return wrap_stack(func(x.value, lower_shared(value, level)), x.axis, level)
+    v = move_to_front(value).to(dtype=x.dtype, device=x.device)
     v = v.reshape(level.size, *(1,) * x.dim())
-    return wrap(v.expand(level.size, *x.shape).clone(), 0, level)
+    return wrap_stack(v.expand(level.size, *x.shape).clone(), 0, level)
 
 
-def _copied(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _copy(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return src in the shape and dtype of x."""
-    with level_on(level):
+    with reenter_level(level):
         return aten.copy_.default(aten.empty_like.default(args[0]), args[1])
 
 
-register(
+register_rows(
     {
         aten.fill_.Scalar: _fill_in_place,
         aten.zero_.default: _fill_in_place,
         aten.fill_.Tensor: _fill_from,
-        aten.copy.default: _copied,
-        aten.fill.Scalar: _filled,
-        aten.fill.Tensor: _filled,
-        aten.complex.default: pointwise,  # without the tag `pointwise`
-        aten.polar.default: pointwise,
+        aten.copy.default: _copy,
+        aten.fill.Scalar: _fill,
+        aten.fill.Tensor: _fill,
+        aten.complex.default: handle_pointwise,  # without the tag `pointwise`
+        aten.polar.default: handle_pointwise,
     }
 )
 
@@ -110,7 +110,9 @@ register(
 # --- linspace and logspace ---------------------------------------------------------------------
 
 
-def _steps(level: Any, start: Any, end: Any, steps: int, kwargs: dict) -> tuple[Tensor, Any]:
+def _compute_steps(
+    level: Any, start: Any, end: Any, steps: int, kwargs: dict
+) -> tuple[Tensor, Any]:
     """Return the values (B, steps), computed from both ends as in torch, and the result's dtype."""
     ends = [a for a in (start, end) if isinstance(a, Tensor)]
     if any(a.dim() for a in ends):
@@ -123,7 +125,7 @@ def _steps(level: Any, start: Any, end: Any, steps: int, kwargs: dict) -> tuple[
     working = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
     device = kwargs.get("device") or ends[0].device
     start, end = (
-        stacked(a, level).to(dtype=working, device=device).unsqueeze(1)
+        expand_to_stack(a, level).to(dtype=working, device=device).unsqueeze(1)
         if isinstance(a, Tensor)
         else torch.full((1, 1), a, dtype=working, device=device)
         for a in (start, end)
@@ -141,17 +143,17 @@ def _steps(level: Any, start: Any, end: Any, steps: int, kwargs: dict) -> tuple[
 
 
 def _linspace(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    out, dtype = _steps(level, *args[:3], kwargs)
-    return wrap(out.to(dtype), 0, level)
+    out, dtype = _compute_steps(level, *args[:3], kwargs)
+    return wrap_stack(out.to(dtype), 0, level)
 
 
 def _logspace(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     base = args[3] if len(args) > 3 else kwargs.get("base", 10.0)
-    out, dtype = _steps(level, *args[:3], kwargs)
-    return wrap(torch.pow(base, out).to(dtype), 0, level)
+    out, dtype = _compute_steps(level, *args[:3], kwargs)
+    return wrap_stack(torch.pow(base, out).to(dtype), 0, level)
 
 
-register(
+register_rows(
     {
         getattr(packet, name): rule
         for packet, rule in ((aten.linspace, _linspace), (aten.logspace, _logspace))
@@ -160,15 +162,15 @@ register(
 )
 
 
-@by_front
+@make_stack_handler
 def _isin(size: int, x: Any, among: Any, assume_unique: bool = False, invert: bool = False):
     """Search each example's values in its sorted candidates."""
-    if not isinstance(among, Stack):
+    if not isinstance(among, MappedStack):
         return aten.isin.Tensor_Tensor(x.v, among, assume_unique=assume_unique, invert=invert)
-    x = x.v if isinstance(x, Stack) else x.expand(size, *x.shape)
+    x = x.v if isinstance(x, MappedStack) else x.expand(size, *x.shape)
     dtype = torch.promote_types(x.dtype, among.v.dtype)
     dtype = torch.uint8 if dtype is torch.bool else dtype
-    entries, among = flat(x).to(dtype), flat(among.v).to(dtype)
+    entries, among = flatten_examples(x).to(dtype), flatten_examples(among.v).to(dtype)
     if not among.shape[1]:
         return torch.full(x.shape, invert, dtype=torch.bool, device=x.device)
     among = among.sort(1).values
@@ -177,4 +179,4 @@ def _isin(size: int, x: Any, among: Any, assume_unique: bool = False, invert: bo
     return (found != invert).reshape(x.shape)
 
 
-register({aten.isin.Tensor_Tensor: _isin})
+register_rows({aten.isin.Tensor_Tensor: _isin})

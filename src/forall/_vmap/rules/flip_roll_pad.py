@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.axes import stacked_dim, stacked_dims
-from forall._vmap.batched_tensor import wrap
-from forall._vmap.memory_layout import asks_first, expanded_inside
-from forall._vmap.registry import register
-from forall._vmap.rule_makers.basic import front, stacked
+from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
+from forall._vmap.registry import register_rows
+from forall._vmap.rule_makers.basic import expand_to_stack, move_to_front
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def on_front(rule: Callable) -> Callable:
+def make_front_handler(rule: Callable) -> Callable:
     """Return a handler made of ``rule((B, *S), *args)``, for an operator on one tensor."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        return wrap(rule(front(args[0]), *args[1:], **kwargs), 0, level)
+        return wrap_stack(rule(move_to_front(args[0]), *args[1:], **kwargs), 0, level)
 
     return handler
 
@@ -48,7 +48,7 @@ def _rot90(v, k=1, dims=(0, 1)):
     return aten.rot90.default(v, k, stacked_dims(dims, v.dim() - 1))
 
 
-def _triangle(op):
+def _make_triangle(op):
     def rule(v, diagonal=0):
         if v.dim() < 3:
             raise RuntimeError(f"{op}: input tensor must have at least 2 dimensions")
@@ -82,15 +82,15 @@ def _pad(v, pad, value=0):
     return aten.constant_pad_nd.default(v, pad, value)
 
 
-register(
+register_rows(
     {
-        op: asks_first(on_front(rule), expanded_inside)
+        op: keep_example_layout(make_front_handler(rule), is_expanded_inside)
         for op, rule in {
             aten.flip.default: _flip,
             aten.roll.default: _roll,
             aten.rot90.default: _rot90,
-            aten.tril.default: _triangle(aten.tril.default),
-            aten.triu.default: _triangle(aten.triu.default),
+            aten.tril.default: _make_triangle(aten.tril.default),
+            aten.triu.default: _make_triangle(aten.triu.default),
             aten.diag_embed.default: _diag_embed,
             aten.repeat.default: _repeat,
             aten.constant_pad_nd.default: _pad,
@@ -122,9 +122,9 @@ def _unfold_backward(g, sizes, dim, size, step):
     return aten.unfold_backward(g, [g.shape[0], *sizes], stacked_dim(dim, len(sizes)), size, step)
 
 
-register(
+register_rows(
     {
-        op: on_front(rule)
+        op: make_front_handler(rule)
         for op, rule in {
             aten.select_backward.default: _select_backward,
             aten.slice_backward.default: _slice_backward,
@@ -138,12 +138,12 @@ register(
 # --- a copy of a tensor in which a view has other values -----------------------------------------
 
 
-def _other_values(rule: Callable) -> Callable:
+def _make_scatter_handler(rule: Callable) -> Callable:
     """Return a handler made of ``rule(x, src, rank, *args)``, where x and src are (B, ..)."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        x, src = stacked(args[0], level), stacked(args[1], level)
-        return wrap(rule(x, src, x.dim() - 1, *args[2:], **kwargs), 0, level)
+        x, src = expand_to_stack(args[0], level), expand_to_stack(args[1], level)
+        return wrap_stack(rule(x, src, x.dim() - 1, *args[2:], **kwargs), 0, level)
 
     return handler
 
@@ -168,11 +168,11 @@ def _as_strided_scatter(x, src, rank, size, stride, storage_offset=None):
     )
 
 
-register(
+register_rows(
     {
-        aten.select_scatter.default: _other_values(_select_scatter),
-        aten.slice_scatter.default: _other_values(_slice_scatter),
-        aten.diagonal_scatter.default: _other_values(_diagonal_scatter),
-        aten.as_strided_scatter.default: _other_values(_as_strided_scatter),
+        aten.select_scatter.default: _make_scatter_handler(_select_scatter),
+        aten.slice_scatter.default: _make_scatter_handler(_slice_scatter),
+        aten.diagonal_scatter.default: _make_scatter_handler(_diagonal_scatter),
+        aten.as_strided_scatter.default: _make_scatter_handler(_as_strided_scatter),
     }
 )

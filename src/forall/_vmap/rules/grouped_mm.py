@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from forall._vmap.registry import HANDLERS, directly, register
-from forall._vmap.rule_makers.basic import Stack, by_front, loop
+from forall._vmap.registry import HANDLERS, answer_directly, register_rows
+from forall._vmap.rule_makers.basic import MappedStack, loop_and_stack, make_stack_handler
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -27,9 +27,9 @@ _GROUPS = 1023  # at most in one call: the CUDA kernel has a thread for each gro
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _grouped_mm(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if _is_refused(*args, **kwargs):
-        return loop(level, func, args, kwargs)  # the kernel raises the error
+        return loop_and_stack(level, func, args, kwargs)  # the kernel raises the error
     if args[0].dim() == args[1].dim() == 3:
         return HANDLERS[_BMM](level, _BMM, args[:2], {})
     return _MAPPED(level, func, args, kwargs)
@@ -68,7 +68,7 @@ def _is_misaligned(x: Tensor) -> bool:
     The kernel refuses any other layout as well, but the rule copies it. An example may have such a
     layout because of the batch axis, and would be dense in a loop over examples.
     """
-    step = _step(x)
+    step = _find_stride(x)
     return step is not None and not _is_aligned(x, step)
 
 
@@ -76,7 +76,7 @@ def _is_aligned(x: Tensor, step: int) -> bool:
     return step * x.element_size() % 16 == 0
 
 
-def _step(x: Tensor) -> int | None:
+def _find_stride(x: Tensor) -> int | None:
     """The stride of rows or columns as the kernel sees it, None for another layout."""
     rows, columns = x.shape[-2:]
     down, right = x.stride()[-2:]
@@ -85,109 +85,118 @@ def _step(x: Tensor) -> int | None:
     return down if right == 1 and down >= max(1, columns) else None
 
 
-def _in_groups(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Any, *_, **__) -> Tensor:
+def _multiply_groups(
+    size: int, x: MappedStack | Tensor, w: MappedStack | Tensor, offs: Any, *_, **__
+) -> Tensor:
     """Multiply all examples in one call, or in several if there are too many groups for one."""
-    ranks = (_rank(x), _rank(w))
-    most = max(1, _GROUPS // (_first(offs).shape[-1] + 1))
-    if size > most and (ranks == (2, 2) or isinstance(w if ranks == (2, 3) else x, Stack)):
+    ranks = (_get_rank(x), _get_rank(w))
+    most = max(1, _GROUPS // (_get_value(offs).shape[-1] + 1))
+    if size > most and (ranks == (2, 2) or isinstance(w if ranks == (2, 3) else x, MappedStack)):
         outs = []
         for n in range(0, size, most):
-            some = (Stack(a.v[n : n + most]) if isinstance(a, Stack) else a for a in (x, w, offs))
-            outs.append(_in_groups(min(most, size - n), *some))
+            some = (
+                MappedStack(a.v[n : n + most]) if isinstance(a, MappedStack) else a
+                for a in (x, w, offs)
+            )
+            outs.append(_multiply_groups(min(most, size - n), *some))
         return torch.cat(outs)
     if ranks == (2, 2):
-        return _inner(size, x, w, offs)
+        return _multiply_inner(size, x, w, offs)
     if ranks == (2, 3):
-        return _rows(size, x, w, offs)
-    return _by_row(_rows(size, _turned(w), _turned(x), offs).mT)
+        return _multiply_rows(size, x, w, offs)
+    return _align_rows(_multiply_rows(size, _transpose(w), _transpose(x), offs).mT)
 
 
-_MAPPED = by_front(_in_groups)
+_MAPPED = make_stack_handler(_multiply_groups)
 
 
-def _rank(x: Stack | Tensor) -> int:
+def _get_rank(x: MappedStack | Tensor) -> int:
     """The rank of one example."""
-    return x.v.dim() - 1 if isinstance(x, Stack) else x.dim()
+    return x.v.dim() - 1 if isinstance(x, MappedStack) else x.dim()
 
 
-def _turned(x: Stack | Tensor) -> Stack | Tensor:
-    return Stack(x.v.mT) if isinstance(x, Stack) else x.mT
+def _transpose(x: MappedStack | Tensor) -> MappedStack | Tensor:
+    return MappedStack(x.v.mT) if isinstance(x, MappedStack) else x.mT
 
 
-def _first(x: Stack | Tensor) -> Tensor:
+def _get_value(x: MappedStack | Tensor) -> Tensor:
     """Return the batched tensor, or the unbatched one as it is."""
-    return x.v if isinstance(x, Stack) else x
+    return x.v if isinstance(x, MappedStack) else x
 
 
-def _rows(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Stack | Tensor) -> Tensor:
+def _multiply_rows(
+    size: int, x: MappedStack | Tensor, w: MappedStack | Tensor, offs: MappedStack | Tensor
+) -> Tensor:
     """Multiply rows by their group's matrix: (B, R, K), (B, G, K, N), (B, G) -> (B, R, N)."""
-    n = _first(x).shape[-2]
-    ends = _ends(offs, n)
-    if isinstance(w, Stack):  # rows after an example's last end are put into its last group
-        rows = _by_row(_all(x, size).flatten(0, 1))
+    n = _get_value(x).shape[-2]
+    ends = _find_ends(offs, n)
+    if isinstance(w, MappedStack):  # rows after an example's last end are put into its last group
+        rows = _align_rows(_expand_stack(x, size).flatten(0, 1))
         ends_of_all = torch.cat([ends[:, :-1].expand(size, -1), ends.new_full((size, 1), n)], 1)
-        out = _call(rows, _as_one(w.v), _one_after_another(ends_of_all, n))
+        out = _run_kernel(rows, _flatten_matrices(w.v), _concat_ends(ends_of_all, n))
         out = out.unflatten(0, (size, n))
-    elif isinstance(offs, Stack):
-        order, ends = _sorted(ends, n)
-        rows = x.v.flatten(0, 1) if isinstance(x, Stack) else x
-        rows = rows.index_select(0, order if isinstance(x, Stack) else order % max(1, n))
-        out = _call(_by_row(rows), _fit(w), ends.sum(0))
+    elif isinstance(offs, MappedStack):
+        order, ends = _sort_rows(ends, n)
+        rows = x.v.flatten(0, 1) if isinstance(x, MappedStack) else x
+        rows = rows.index_select(0, order if isinstance(x, MappedStack) else order % max(1, n))
+        out = _run_kernel(_align_rows(rows), _align_matrix(w), ends.sum(0))
         back = torch.zeros_like(order).scatter(0, order, torch.arange(size * n, device=out.device))
-        out = _by_row(out.index_select(0, back)).unflatten(0, (size, n))
+        out = _align_rows(out.index_select(0, back)).unflatten(0, (size, n))
     else:  # a row of each example, then the next
-        rows = _by_row(x.v.movedim(0, 1).flatten(0, 1))
-        out = _call(rows, _fit(w), ends[0] * size)
+        rows = _align_rows(x.v.movedim(0, 1).flatten(0, 1))
+        out = _run_kernel(rows, _align_matrix(w), ends[0] * size)
         out = out.unflatten(0, (n, size)).movedim(1, 0)
     behind = torch.arange(n, device=out.device) >= ends.amax(1, keepdim=True)
     return out.masked_fill_(behind.unsqueeze(-1), 0)
 
 
-def _inner(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Stack | Tensor) -> Tensor:
+def _multiply_inner(
+    size: int, x: MappedStack | Tensor, w: MappedStack | Tensor, offs: MappedStack | Tensor
+) -> Tensor:
     """Multiply with the summed dim K in groups: (B, M, K), (B, K, N), (B, G) -> (B, G, M, N)."""
-    n = _first(w).shape[-2]
-    ends = _ends(offs, n)
-    if not isinstance(offs, Stack) and not isinstance(w, Stack):
-        columns = _by_row(x.v.mT.movedim(0, 1).flatten(1))
-        out = _call(columns.mT, _by_row(w), ends[0])
+    n = _get_value(w).shape[-2]
+    ends = _find_ends(offs, n)
+    if not isinstance(offs, MappedStack) and not isinstance(w, MappedStack):
+        columns = _align_rows(x.v.mT.movedim(0, 1).flatten(1))
+        out = _run_kernel(columns.mT, _align_rows(w), ends[0])
         return out.unflatten(1, (size, -1)).movedim(1, 0)
-    if not isinstance(offs, Stack) and not isinstance(x, Stack):
-        columns = _by_row(w.v.movedim(0, 1).flatten(1))
-        out = _call(_by_row(x.mT).mT, columns, ends[0])
+    if not isinstance(offs, MappedStack) and not isinstance(x, MappedStack):
+        columns = _align_rows(w.v.movedim(0, 1).flatten(1))
+        out = _run_kernel(_align_rows(x.mT).mT, columns, ends[0])
         return out.unflatten(2, (size, -1)).movedim(2, 0)
-    x, w = (_by_row(_all(a, size).flatten(0, 1)) for a in (_turned(x), w))
+    x, w = (_align_rows(_expand_stack(a, size).flatten(0, 1)) for a in (_transpose(x), w))
     groups = ends.shape[1]  # of an example; one more for the rows after the last end
     ends = torch.cat([ends.expand(size, -1), ends.new_full((size, 1), n)], 1)
-    out = _call(x.mT, w, _one_after_another(ends, n))
+    out = _run_kernel(x.mT, w, _concat_ends(ends, n))
     return out.unflatten(0, (size, groups + 1)).narrow(1, 0, groups)
 
 
-def summed(x: Tensor, w: Tensor, offs: Stack | Tensor) -> Tensor:
+def sum_grouped_products(x: Tensor, w: Tensor, offs: MappedStack | Tensor) -> Tensor:
     """Return the sum over the examples: (B, M, K), (B, K, N), (B, G) -> (G, M, N)."""
     size, n = w.shape[:2]
-    ends = _ends(offs, n)
-    if isinstance(offs, Stack):
-        order, ends = _sorted(ends, n)
+    ends = _find_ends(offs, n)
+    if isinstance(offs, MappedStack):
+        order, ends = _sort_rows(ends, n)
         x, w = (a.flatten(0, 1).index_select(0, order) for a in (x.mT, w))
-        return _call(_by_row(x).mT, _by_row(w), ends.sum(0))
-    x, w = (_by_row(a.movedim(0, 1).flatten(0, 1)) for a in (x.mT, w))
-    return _call(x.mT, w, ends[0] * size)
+        return _run_kernel(_align_rows(x).mT, _align_rows(w), ends.sum(0))
+    x, w = (_align_rows(a.movedim(0, 1).flatten(0, 1)) for a in (x.mT, w))
+    return _run_kernel(x.mT, w, ends[0] * size)
 
 
 # --- the ends of groups --------------------------------------------------------------------------
 
 
-def _ends(offs: Stack | Tensor, n: int) -> Tensor:
+def _find_ends(offs: MappedStack | Tensor, n: int) -> Tensor:
     """Return the ends of the groups of n rows: (B, G), or (1, G) if all examples share them."""
-    return (offs.v if isinstance(offs, Stack) else offs.unsqueeze(0)).long().clamp(0, n)
+    return (offs.v if isinstance(offs, MappedStack) else offs.unsqueeze(0)).long().clamp(0, n)
 
 
-def _one_after_another(ends: Tensor, n: int) -> Tensor:
+def _concat_ends(ends: Tensor, n: int) -> Tensor:
     """Return the ends (B * G,) of the same groups, for the concatenated rows, n of each example."""
     return (ends + torch.arange(len(ends), device=ends.device).unsqueeze(1) * n).flatten()
 
 
-def _sorted(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def _sort_rows(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the order of all examples' rows by group, those of none last, and ascending ends."""
     ends = ends.cummax(1).values
     rows = torch.arange(n, device=ends.device).expand(len(ends), n)
@@ -198,28 +207,28 @@ def _sorted(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
 # --- layouts that the kernel takes ---------------------------------------------------------------
 
 
-def _call(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def _run_kernel(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return aten._grouped_mm.default(x, w, ends.to(torch.int32))
 
 
-def _all(x: Stack | Tensor, size: int) -> Tensor:
-    return x.v if isinstance(x, Stack) else x.expand(size, *x.shape)
+def _expand_stack(x: MappedStack | Tensor, size: int) -> Tensor:
+    return x.v if isinstance(x, MappedStack) else x.expand(size, *x.shape)
 
 
-def _as_one(w: Tensor) -> Tensor:
+def _flatten_matrices(w: Tensor) -> Tensor:
     """Flatten matrices (B, G, K, N) to (B * G, K, N), keeping a column-major layout."""
     if w.stride(-2) == 1 != w.stride(-1):
-        return _by_row(w.mT.flatten(0, 1)).mT
-    return _fit(w.flatten(0, 1))
+        return _align_rows(w.mT.flatten(0, 1)).mT
+    return _align_matrix(w.flatten(0, 1))
 
 
-def _fit(w: Tensor) -> Tensor:
+def _align_matrix(w: Tensor) -> Tensor:
     """Return w in a layout that the kernel takes: as it is, or else row-major."""
-    step = _step(w)
-    return w if step is not None and _is_aligned(w, step) else _by_row(w)
+    step = _find_stride(w)
+    return w if step is not None and _is_aligned(w, step) else _align_rows(w)
 
 
-def _by_row(x: Tensor) -> Tensor:
+def _align_rows(x: Tensor) -> Tensor:
     """Return x in row-major layout, with each row at an address that the kernel can read.
 
     The strides of leading dims may be anything.
@@ -234,5 +243,5 @@ def _by_row(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-register({aten._grouped_mm.default: _handler})
-directly(aten._grouped_mm.default, F.grouped_mm)
+register_rows({aten._grouped_mm.default: _grouped_mm})
+answer_directly(aten._grouped_mm.default, F.grouped_mm)

@@ -14,26 +14,26 @@ import torch
 from forall._compat.shapes import broadcast_shapes
 from forall._core.axes import stacked_dim
 from forall._vmap.batched_indices import (
-    Places,
-    along,
-    examples_of,
-    flat,
-    in_order,
-    is_number,
-    lined,
-    order,
-    taken,
+    StackIndices,
+    expand_index,
+    flatten_examples,
+    is_rank_zero,
+    make_example_index,
+    number_true_entries,
+    spread_over_mask,
+    stack_with_dim,
+    take_indices,
 )
-from forall._vmap.batched_tensor import Batched, wrap
+from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.failing_example import check_fits
-from forall._vmap.memory_layout import asks_first, not_in_a_row
-from forall._vmap.registry import CALLS, register
+from forall._vmap.memory_layout import is_not_contiguous, keep_example_layout
+from forall._vmap.registry import CALLS, register_rows
 from forall._vmap.rule_makers.basic import (
-    Stack,
-    by_front,
-    front,
+    MappedStack,
     is_mapped,
-    lower,
+    lower_shared,
+    make_stack_handler,
+    move_to_front,
 )
 
 aten = torch.ops.aten
@@ -42,57 +42,59 @@ Tensor = torch.Tensor
 
 def _index(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     x, indices = args[0], kwargs.get("indices", args[-1])
-    places = Places(level.size, taken(indices, level))
+    places = StackIndices(level.size, take_indices(indices, level))
     if is_mapped(x, level):
-        out = func(front(x), places.on_examples(level.size, x.device))
-        if shift := places.shift():
+        out = func(move_to_front(x), places.index_examples(level.size, x.device))
+        if shift := places.find_dim_shift():
             out = out.movedim(shift[1], shift[0])
-        return wrap(out, 0, level)
-    out = func(lower(x, level), places.indices)
-    return wrap(out, places.lead if places.adjacent else 0, level)
+        return wrap_stack(out, 0, level)
+    out = func(lower_shared(x, level), places.indices)
+    return wrap_stack(out, places.lead if places.adjacent else 0, level)
 
 
-register(dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), asks_first(_index)))
+register_rows(
+    dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), keep_example_layout(_index))
+)
 
 
-@by_front
+@make_stack_handler
 def _gather(size, x, dim, index, sparse_grad=False):
-    v = lined(x, size)
-    out = aten.gather.default(v, stacked_dim(dim, v.dim() - 1), lined(index, size))
-    return out.squeeze(1) if is_number(index) else out
+    v = stack_with_dim(x, size)
+    out = aten.gather.default(v, stacked_dim(dim, v.dim() - 1), stack_with_dim(index, size))
+    return out.squeeze(1) if is_rank_zero(index) else out
 
 
 def _index_select(level, func, args, kwargs):
     x, dim, index = args
     if not is_mapped(x, level):
-        value, i = lower(x, level), front(index)
+        value, i = lower_shared(x, level), move_to_front(index)
         if value.dim() == 0:
-            return wrap(func(value.reshape(1), 0, i.reshape(-1)), 0, level)
+            return wrap_stack(func(value.reshape(1), 0, i.reshape(-1)), 0, level)
         dim = stacked_dim(dim, value.dim()) - 1
         n = i.shape[1] if i.dim() > 1 else 1
         out = func(value, dim, i.reshape(-1))
-        return wrap(out.unflatten(dim, (level.size, n)), dim, level)
-    v = lined(Stack(front(x)), level.size)
+        return wrap_stack(out.unflatten(dim, (level.size, n)), dim, level)
+    v = stack_with_dim(MappedStack(move_to_front(x)), level.size)
     d = stacked_dim(dim, v.dim() - 1)
     if is_mapped(index, level):
-        i = lined(Stack(front(index)), level.size)
-        out = v.gather(d, along(i, d, v.shape))
+        i = stack_with_dim(MappedStack(move_to_front(index)), level.size)
+        out = v.gather(d, expand_index(i, d, v.shape))
     else:
-        out = func(v, d, lower(index, level))
-    return wrap(out.squeeze(1) if x.dim() == 0 else out, 0, level)
+        out = func(v, d, lower_shared(index, level))
+    return wrap_stack(out.squeeze(1) if x.dim() == 0 else out, 0, level)
 
 
-@by_front
+@make_stack_handler
 def _take(size, x, index):
-    if not isinstance(x, Stack):
+    if not isinstance(x, MappedStack):
         return aten.take.default(x, index.v)
-    v = flat(x.v)
-    if not isinstance(index, Stack):
+    v = flatten_examples(x.v)
+    if not isinstance(index, MappedStack):
         return aten.index.Tensor(v, [None, index])
-    return aten.index.Tensor(v, [examples_of(size, v.device, index.v.dim() - 1), index.v])
+    return aten.index.Tensor(v, [make_example_index(size, v.device, index.v.dim() - 1), index.v])
 
 
-register(
+register_rows(
     {
         aten.gather.default: _gather,
         aten.index_select.default: _index_select,
@@ -104,41 +106,43 @@ register(
 # --- masks, with results of fixed shape --------------------------------------------------------
 
 
-def _broadcast(size: int, *operands: Any, shape: Any = None) -> list[Tensor]:
+def _broadcast_stacks(size: int, *operands: Any, shape: Any = None) -> list[Tensor]:
     """Broadcast the operands' examples to one shape S, and return each as (B, *S)."""
     if shape is None:
         shape = broadcast_shapes(
-            *(a.v.shape[1:] if isinstance(a, Stack) else a.shape for a in operands)
+            *(a.v.shape[1:] if isinstance(a, MappedStack) else a.shape for a in operands)
         )
     found = []
     for a in operands:
-        v = a.v if isinstance(a, Stack) else a.unsqueeze(0)
+        v = a.v if isinstance(a, MappedStack) else a.unsqueeze(0)
         v = v.reshape(v.shape[0], *(1,) * (len(shape) + 1 - v.dim()), *v.shape[1:])
         found.append(v.expand(size, *shape))
     return found
 
 
-@by_front
+@make_stack_handler
 def _masked_scatter(size, x, mask, source):
-    v, mask = _broadcast(size, x, mask)
-    source = flat(source.v if isinstance(source, Stack) else source.unsqueeze(0)).expand(size, -1)
-    return torch.where(mask, in_order(mask, source).reshape(v.shape), v)
+    v, mask = _broadcast_stacks(size, x, mask)
+    source = flatten_examples(
+        source.v if isinstance(source, MappedStack) else source.unsqueeze(0)
+    ).expand(size, -1)
+    return torch.where(mask, spread_over_mask(mask, source).reshape(v.shape), v)
 
 
-@by_front
+@make_stack_handler
 def _masked_scatter_backward(size, grad, mask, sizes):
-    grad, mask = _broadcast(size, grad, mask)
+    grad, mask = _broadcast_stacks(size, grad, mask)
     n = torch.Size(sizes).numel()
-    out = grad.new_zeros(size, n + 1).scatter(1, order(mask), flat(grad))
+    out = grad.new_zeros(size, n + 1).scatter(1, number_true_entries(mask), flatten_examples(grad))
     return out[:, 1:].reshape(size, *sizes)
 
 
-@by_front
+@make_stack_handler
 def _masked_fill(size, x, mask, value):
-    if not is_number(value):
+    if not is_rank_zero(value):
         raise RuntimeError("masked_fill only supports a 0-dimensional value tensor")
-    v, mask = _broadcast(size, x, mask)
-    value = value.v if isinstance(value, Stack) else value
+    v, mask = _broadcast_stacks(size, x, mask)
+    value = value.v if isinstance(value, MappedStack) else value
     check_fits(value, v.dtype)
     value = value.reshape(-1, *(1,) * (v.dim() - 1))
     return torch.where(mask, value.to(dtype=v.dtype, device=v.device), v)
@@ -146,8 +150,8 @@ def _masked_fill(size, x, mask, value):
 
 def _nonzero_static(level, func, args, kwargs):
     """Return the indices (B, n, rank) of the first n nonzero entries: a shape without data."""
-    v, n, fill = front(args[0]), kwargs["size"], kwargs.get("fill_value", -1)
-    numbered = order(v != 0)
+    v, n, fill = move_to_front(args[0]), kwargs["size"], kwargs.get("fill_value", -1)
+    numbered = number_true_entries(v != 0)
     numbered = torch.where(
         numbered <= n, numbered, 0
     )  # entries after the first n go to index 0, with the zeros
@@ -157,12 +161,12 @@ def _nonzero_static(level, func, args, kwargs):
     steps = [torch.Size(shape[d + 1 :]).numel() for d in range(len(shape))]
     places = [found // max(s, 1) % max(m, 1) for s, m in zip(steps, shape, strict=True)]
     places = torch.stack(places, -1) if places else found.new_zeros(*found.shape, 0)
-    return wrap(torch.where(found.unsqueeze(-1) < 0, fill, places), 0, level)
+    return wrap_stack(torch.where(found.unsqueeze(-1) < 0, fill, places), 0, level)
 
 
-register(
+register_rows(
     {
-        aten.masked_scatter.default: asks_first(_masked_scatter, not_in_a_row),
+        aten.masked_scatter.default: keep_example_layout(_masked_scatter, is_not_contiguous),
         aten.masked_scatter_backward.default: _masked_scatter_backward,
         aten.masked_fill.Tensor: _masked_fill,
         aten.nonzero_static.default: _nonzero_static,
@@ -173,12 +177,12 @@ register(
 # --- index_fill --------------------------------------------------------------------------------
 
 
-def _filled(x: Tensor, dim: Any, index: Any, value: Any) -> Any:
+def _index_fill(x: Tensor, dim: Any, index: Any, value: Any) -> Any:
     """Run index_fill with a value that requires grad and a batched index.
 
     Torch's derivative of it would need the number of entries, which differs between the examples.
     """
-    if not (isinstance(value, Tensor) and value.requires_grad and type(index) is Batched):
+    if not (isinstance(value, Tensor) and value.requires_grad and type(index) is BatchedTensor):
         return NotImplemented
     if type(dim) is not int or value.dim() or value.dtype != x.dtype:
         return NotImplemented
@@ -188,9 +192,15 @@ def _filled(x: Tensor, dim: Any, index: Any, value: Any) -> Any:
     return torch.where(places.reshape(shape), value, x)
 
 
-def _fill(x: Tensor, dim: Any, index: Any, value: Any) -> Any:
-    found = _filled(x, dim, index, value)
+def _index_fill_in_place(x: Tensor, dim: Any, index: Any, value: Any) -> Any:
+    found = _index_fill(x, dim, index, value)
     return found if found is NotImplemented else x.copy_(found)
 
 
-CALLS.update({torch.index_fill: _filled, Tensor.index_fill: _filled, Tensor.index_fill_: _fill})
+CALLS.update(
+    {
+        torch.index_fill: _index_fill,
+        Tensor.index_fill: _index_fill,
+        Tensor.index_fill_: _index_fill_in_place,
+    }
+)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat.op_schema import facts, met
-from forall._compat.versions import existing
+from forall._compat.op_schema import get_facts, met
+from forall._compat.versions import find_existing
 from forall._vmap import concretize
-from forall._vmap.batched_tensor import wrap
+from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.failing_example import AllFailAlikeError
-from forall._vmap.registry import register
+from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
-    front,
+    expand_to_stack,
     is_mapped,
-    lower,
-    stacked,
-    wrapped,
+    lower_shared,
+    move_to_front,
+    wrap_results,
 )
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def _stacks(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> list[Tensor]:
+def _stack_operands(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> list[Tensor]:
     """Return each operand as (B, *batch, *core), with ones to the same number of batch dims."""
     ranks = [x.dim() - core for x, core in zip(operands, cores, strict=True)]
     most = max(ranks)
-    values = [stacked(x, level) for x in operands]
+    values = [expand_to_stack(x, level) for x in operands]
     return [
         v if rank == most else v.reshape(v.shape[0], *(1,) * (most - rank), *v.shape[1:])
         for v, rank in zip(values, ranks, strict=True)
     ]
 
 
-def _laid_out_as(x: Tensor, v: Tensor) -> Tensor:
+def _match_layout(x: Tensor, v: Tensor) -> Tensor:
     """Return the batched tensor ``v`` of ``x``, contiguous if one example is.
 
     Kernels factor the transpose of a contiguous matrix, and formulas check that of an example.
@@ -52,10 +52,12 @@ def _laid_out_as(x: Tensor, v: Tensor) -> Tensor:
 
 def _determinant(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     (x,) = args
-    return wrapped(func(_laid_out_as(x, front(x))), 0, level)
+    return wrap_results(func(_match_layout(x, move_to_front(x))), 0, level)
 
 
-def native(*cores: int, absent: Sequence[int] = (), columns: int | None = None) -> Callable:
+def make_linalg_handler(
+    *cores: int, absent: Sequence[int] = (), columns: int | None = None
+) -> Callable:
     """Return the handler of an operator whose first arguments have these core ranks.
 
     ``absent`` are the results that are an empty (0,) if they were not requested. ``columns`` is
@@ -67,51 +69,52 @@ def native(*cores: int, absent: Sequence[int] = (), columns: int | None = None) 
         met.add(func)  # its backward, decomposed, checks properties of one example
         others = [a for i, a in enumerate(args[: len(cores)]) if i != columns]
         if columns is not None and not any(is_mapped(a, level) for a in others):
-            out = _as_columns(level, func, columns, args, kwargs)
-            return wrap(out, 0, level)
-        operands = _stacks(args[: len(cores)], cores, level)
+            out = _solve_columns(level, func, columns, args, kwargs)
+            return wrap_stack(out, 0, level)
+        operands = _stack_operands(args[: len(cores)], cores, level)
         out = func(*operands, *args[len(cores) :], **kwargs)
         if not absent:
-            return wrapped(out, 0, level)
+            return wrap_results(out, 0, level)
         return type(out)(
-            wrap(o, None if i in absent and o.dim() == 1 else 0, level) for i, o in enumerate(out)
+            wrap_stack(o, None if i in absent and o.dim() == 1 else 0, level)
+            for i, o in enumerate(out)
         )
 
     return handler
 
 
-def _as_columns(level: Any, func: Any, columns: int, args: tuple, kwargs: dict) -> Any:
+def _solve_columns(level: Any, func: Any, columns: int, args: tuple, kwargs: dict) -> Any:
     """Call func with (*batch, n, B * k) for (B, *batch, n, k); with rows if not ``left``."""
-    names = facts(func).names
+    names = get_facts(func).names
     left = kwargs.get("left", True)
     if "left" in names and names.index("left") < len(args):
         left = args[names.index("left")]
-    below = [lower(a, level) for a in args]
-    v = front(args[columns])
-    below[columns] = _joined(v, left)
-    return _parted(func(*below, **kwargs), v, left)
+    below = [lower_shared(a, level) for a in args]
+    v = move_to_front(args[columns])
+    below[columns] = _join_columns(v, left)
+    return _split_columns(func(*below, **kwargs), v, left)
 
 
-def _joined(v: Tensor, left: bool) -> Tensor:
+def _join_columns(v: Tensor, left: bool) -> Tensor:
     *batch, n, k = v.shape[1:]
     if left:
         return v.movedim(0, -2).reshape(*batch, n, v.shape[0] * k)
     return v.movedim(0, -3).reshape(*batch, v.shape[0] * n, k)
 
 
-def _parted(joined: Tensor, like: Tensor, left: bool) -> Tensor:
+def _split_columns(joined: Tensor, like: Tensor, left: bool) -> Tensor:
     *batch, n, k = joined.shape
     if left:
         return joined.reshape(*batch, n, like.shape[0], like.shape[-1]).movedim(-2, 0)
     return joined.reshape(*batch, like.shape[0], like.shape[-2], k).movedim(-3, 0)
 
 
-register(
+register_rows(
     {
         **dict.fromkeys(
             (
-                *existing(["cholesky.default", "linalg_matrix_sqrth.default"]),
-                *existing(["linalg_polar.default"]),
+                *find_existing(["cholesky.default", "linalg_matrix_sqrth.default"]),
+                *find_existing(["linalg_polar.default"]),
                 aten.cholesky_inverse.default,
                 aten.geqrf.default,
                 aten.linalg_cholesky_ex.default,
@@ -122,23 +125,23 @@ register(
                 aten.linalg_ldl_factor_ex.default,
                 aten.linalg_lu_factor_ex.default,
             ),
-            native(2),
+            make_linalg_handler(2),
         ),
         aten._linalg_det.default: _determinant,
         aten._linalg_slogdet.default: _determinant,
-        aten._linalg_eigh.default: native(2, absent=(1,)),
-        aten._linalg_svd.default: native(2, absent=(0, 2)),
-        aten.linalg_lu.default: native(2, absent=(0,)),
-        aten.linalg_qr.default: native(2, absent=(0,)),
-        aten.lu_unpack.default: native(2, 1, absent=(0, 1, 2)),
-        aten.linalg_householder_product.default: native(2, 1),
-        aten.triangular_solve.default: native(2, 2),
-        aten.linalg_solve_triangular.default: native(2, 2, columns=1),
-        aten.cholesky_solve.default: native(2, 2, columns=0),
-        aten._cholesky_solve_helper.default: native(2, 2, columns=0),
-        aten.linalg_lu_solve.default: native(2, 1, 2, columns=2),
-        aten.linalg_ldl_solve.default: native(2, 1, 2, columns=2),
-        aten.ormqr.default: native(2, 1, 2, columns=2),
+        aten._linalg_eigh.default: make_linalg_handler(2, absent=(1,)),
+        aten._linalg_svd.default: make_linalg_handler(2, absent=(0, 2)),
+        aten.linalg_lu.default: make_linalg_handler(2, absent=(0,)),
+        aten.linalg_qr.default: make_linalg_handler(2, absent=(0,)),
+        aten.lu_unpack.default: make_linalg_handler(2, 1, absent=(0, 1, 2)),
+        aten.linalg_householder_product.default: make_linalg_handler(2, 1),
+        aten.triangular_solve.default: make_linalg_handler(2, 2),
+        aten.linalg_solve_triangular.default: make_linalg_handler(2, 2, columns=1),
+        aten.cholesky_solve.default: make_linalg_handler(2, 2, columns=0),
+        aten._cholesky_solve_helper.default: make_linalg_handler(2, 2, columns=0),
+        aten.linalg_lu_solve.default: make_linalg_handler(2, 1, 2, columns=2),
+        aten.linalg_ldl_solve.default: make_linalg_handler(2, 1, 2, columns=2),
+        aten.ormqr.default: make_linalg_handler(2, 1, 2, columns=2),
     }
 )
 
@@ -148,10 +151,10 @@ def _is_vector(a: Tensor, b: Tensor) -> bool:
     return b.dim() == 1 or b.shape == a.shape[:-1]
 
 
-def _system(a: Tensor, b: Tensor, level: Any) -> tuple[Tensor, Tensor]:
+def _stack_system(a: Tensor, b: Tensor, level: Any) -> tuple[Tensor, Tensor]:
     """Return both sides of a linear system, batched, such that a vector is still one to torch."""
     vector = _is_vector(a, b)
-    a, b = _stacks((a, b), (2, 1 if vector else 2), level)
+    a, b = _stack_operands((a, b), (2, 1 if vector else 2), level)
     return a, b.expand(a.shape[:-1]) if vector else b
 
 
@@ -160,45 +163,49 @@ def _solve_ex(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     a, b = args
     left = kwargs.get("left", True)
     if is_mapped(a, level) or (_is_vector(a, b) and not left):
-        v, w = _system(a, b, level)
-        result, *of_a = func(_laid_out_as(a, v), w, **kwargs)
+        v, w = _stack_system(a, b, level)
+        result, *of_a = func(_match_layout(a, v), w, **kwargs)
         ones = v.dim() - 1 - a.dim()
-        of_a = [wrap(o.reshape(o.shape[0], *o.shape[1 + ones :]), 0, level) for o in of_a]
-        return wrap(result, 0, level), *of_a
-    v = front(b)
+        of_a = [wrap_stack(o.reshape(o.shape[0], *o.shape[1 + ones :]), 0, level) for o in of_a]
+        return wrap_stack(result, 0, level), *of_a
+    v = move_to_front(b)
     v = v.unsqueeze(-1) if _is_vector(a, b) else v
-    result, *of_a = func(lower(a, level), _joined(v, left), **kwargs)
-    result = _parted(result, v, left)
+    result, *of_a = func(lower_shared(a, level), _join_columns(v, left), **kwargs)
+    result = _split_columns(result, v, left)
     result = result.squeeze(-1) if _is_vector(a, b) else result
-    return wrap(result, 0, level), *(wrap(o, None, level) for o in of_a)
+    return wrap_stack(result, 0, level), *(wrap_stack(o, None, level) for o in of_a)
 
 
 def _lstsq(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return (solution, residuals, rank, singular values); those that the driver omits are (0,)."""
-    a, b = _system(args[0], args[1], level)
+    a, b = _stack_system(args[0], args[1], level)
     out = func(a, b, *args[2:], **kwargs)
     ranked = (kwargs.get("driver") or ("gels" if a.is_cuda else "gelsy")) != "gels"
     there = (True, out[1].dim() > 1, ranked, out[3].dim() > 1)
-    return type(out)(wrap(o, 0 if t else None, level) for o, t in zip(out, there, strict=True))
+    return type(out)(
+        wrap_stack(o, 0 if t else None, level) for o, t in zip(out, there, strict=True)
+    )
 
 
 def _pinv(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     names = [n for n in ("atol", "rtol") if isinstance(kwargs.get(n), Tensor)]
-    x, *tolerances = _stacks(
+    x, *tolerances = _stack_operands(
         (args[0], *(kwargs[n] for n in names)), (2, *(0 for _ in names)), level
     )
-    return wrap(func(x, **{**kwargs, **dict(zip(names, tolerances, strict=True))}), 0, level)
+    return wrap_stack(func(x, **{**kwargs, **dict(zip(names, tolerances, strict=True))}), 0, level)
 
 
 def _matrix_exp(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    return wrap(func(front(args[0]).contiguous()), 0, level)  # the kernel views its argument
+    return wrap_stack(
+        func(move_to_front(args[0]).contiguous()), 0, level
+    )  # the kernel views its argument
 
 
-def _combination(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _linear_combination(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return linear combinations of each example's N terms: (B, N, *S), (B, M, N) -> (B, M, *S)."""
-    terms, coefficients = (stacked(a, level) for a in args)
+    terms, coefficients = (expand_to_stack(a, level) for a in args)
     out = torch.bmm(coefficients, terms.flatten(2))
-    return wrap(out.unflatten(2, terms.shape[2:]), 0, level)
+    return wrap_stack(out.unflatten(2, terms.shape[2:]), 0, level)
 
 
 def _check_errors(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
@@ -207,24 +214,24 @@ def _check_errors(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
     The error of the batched call names the first example that fails as a batch element.
     """
     info, name = args[:2]
-    found = front(info)
+    found = move_to_front(info)
     try:
         func(found, name, is_matrix=False)
     except RuntimeError as error:
         if found.dim() > 1:  # several matrices in each example
             raise
         cause = error
-        concretize.number(wrap(found, 0, level), lambda: cause)
+        concretize.concretize_number(wrap_stack(found, 0, level), lambda: cause)
         raise AllFailAlikeError(*error.args) from None
 
 
-register(
+register_rows(
     {
         aten._linalg_solve_ex.default: _solve_ex,
         aten.linalg_lstsq.default: _lstsq,
         aten.linalg_pinv.atol_rtol_tensor: _pinv,
         aten.linalg_matrix_exp.default: _matrix_exp,
-        aten._compute_linear_combination.default: _combination,
+        aten._compute_linear_combination.default: _linear_combination,
         aten._linalg_check_errors.default: _check_errors,
     }
 )

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from forall._vmap.memory_layout import asks_first, expanded_inside
-from forall._vmap.registry import CALLS, register
-from forall._vmap.rule_makers.basic import Stack, by_front
+from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
+from forall._vmap.registry import CALLS, register_rows
+from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 NONE, MEAN, SUM = range(3)
 
 
-def reduced(x: Tensor, reduction: int) -> Tensor:
+def reduce_loss(x: Tensor, reduction: int) -> Tensor:
     """Reduce the losses of each example: (B, *S) -> (B,), or unchanged for ``NONE``."""
     if reduction == NONE:
         return x
@@ -27,82 +27,84 @@ def reduced(x: Tensor, reduction: int) -> Tensor:
 # --- losses per entry --------------------------------------------------------------------------
 
 
-def aligned(size: int, tensors: list) -> list[Tensor]:
+def broadcast_operands(size: int, tensors: list) -> list[Tensor]:
     """Return the operands (B, *S), broadcast and promoted as the examples are."""
-    ranks = [rank_of(t) for t in tensors]
+    ranks = [get_stack_rank(t) for t in tensors]
     rank = max(ranks)
-    if rank and not min(ranks) and len({dtype_of(t) for t in tensors}) > 1:
-        tensors = _promoted(tensors)
-    return list(torch.broadcast_tensors(*[_ranked(t, rank, size) for t in tensors]))
+    if rank and not min(ranks) and len({get_stack_dtype(t) for t in tensors}) > 1:
+        tensors = _promote_dtypes(tensors)
+    return list(torch.broadcast_tensors(*[_pad_rank(t, rank, size) for t in tensors]))
 
 
-def rank_of(a: Stack | Tensor) -> int:
-    return a.v.dim() - 1 if isinstance(a, Stack) else a.dim()
+def get_stack_rank(a: MappedStack | Tensor) -> int:
+    return a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim()
 
 
-def dtype_of(a: Stack | Tensor) -> torch.dtype:
-    return a.v.dtype if isinstance(a, Stack) else a.dtype
+def get_stack_dtype(a: MappedStack | Tensor) -> torch.dtype:
+    return a.v.dtype if isinstance(a, MappedStack) else a.dtype
 
 
-def _ranked(a: Stack | Tensor, rank: int, size: int) -> Tensor:
-    v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+def _pad_rank(a: MappedStack | Tensor, rank: int, size: int) -> Tensor:
+    v = a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
     return v.reshape(size, *(1,) * (rank + 1 - v.dim()), *v.shape[1:]) if v.dim() <= rank else v
 
 
-def _promoted(tensors: list) -> list:
+def _promote_dtypes(tensors: list) -> list:
     """Promote dtypes as the examples do: one of rank 0 promotes less than its batched tensor."""
-    common = torch.result_type(*(t.v[0] if isinstance(t, Stack) else t for t in tensors[:2]))
-    return [Stack(t.v.to(common)) if isinstance(t, Stack) else t.to(common) for t in tensors]
+    common = torch.result_type(*(t.v[0] if isinstance(t, MappedStack) else t for t in tensors[:2]))
+    return [
+        MappedStack(t.v.to(common)) if isinstance(t, MappedStack) else t.to(common) for t in tensors
+    ]
 
 
-def entries(func: Any, count: int):
+def make_entry_handler(func: Any, count: int):
     """Return the handler of a loss ``func(*tensors, reduction, *rest)`` with ``count`` tensors."""
 
     def rule(size, *args):
         reduction = args[count] if len(args) > count else MEAN
         given = [a is not None for a in args[:count]]
-        found = iter(aligned(size, [a for a in args[:count] if a is not None]))
+        found = iter(broadcast_operands(size, [a for a in args[:count] if a is not None]))
         tensors = [next(found) if g else None for g in given]
         tensors += [None] * (count - len(tensors))
-        return reduced(func(*tensors, NONE, *args[count + 1 :]), reduction)
+        return reduce_loss(func(*tensors, NONE, *args[count + 1 :]), reduction)
 
-    return asks_first(by_front(rule), expanded_inside)
+    return keep_example_layout(make_stack_handler(rule), is_expanded_inside)
 
 
-def entries_backward(func: Any, count: int):
+def make_entry_backward_handler(func: Any, count: int):
     """Return the handler of ``func(g, *tensors, reduction, *rest)`` with ``count`` tensors."""
 
     def rule(size, g, *args):
         reduction = args[count] if len(args) > count else MEAN
         given = [a is not None for a in args[:count]]
-        found = iter(aligned(size, [a for a in args[:count] if a is not None]))
+        found = iter(broadcast_operands(size, [a for a in args[:count] if a is not None]))
         tensors = [next(found) if t else None for t in given]
         tensors += [None] * (count - len(tensors))
-        g = spread(g, tensors[0], reduction, size)
+        g = spread_cotangent(g, tensors[0], reduction, size)
         return func(g, *tensors, NONE, *args[count + 1 :])
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-def spread(g: Stack | Tensor, x: Tensor, reduction: int, size: int) -> Tensor:
+def spread_cotangent(g: MappedStack | Tensor, x: Tensor, reduction: int, size: int) -> Tensor:
     """Return the cotangent (B, *S) of the entries of x, from that of the reduced loss."""
-    g = _ranked(g, x.dim() - 1, size)
+    g = _pad_rank(g, x.dim() - 1, size)
     return (g / x[0].numel() if reduction == MEAN else g).expand(x.shape)
 
 
-register(
+register_rows(
     {
-        aten.mse_loss.default: entries(aten.mse_loss.default, 2),
-        aten.smooth_l1_loss.default: entries(aten.smooth_l1_loss.default, 2),
-        aten.huber_loss.default: entries(aten.huber_loss.default, 2),
-        aten.soft_margin_loss.default: entries(aten.soft_margin_loss.default, 2),
-        aten.binary_cross_entropy.default: entries(aten.binary_cross_entropy.default, 3),
-        aten.binary_cross_entropy_with_logits.default: entries(
+        aten.mse_loss.default: make_entry_handler(aten.mse_loss.default, 2),
+        aten.smooth_l1_loss.default: make_entry_handler(aten.smooth_l1_loss.default, 2),
+        aten.huber_loss.default: make_entry_handler(aten.huber_loss.default, 2),
+        aten.soft_margin_loss.default: make_entry_handler(aten.soft_margin_loss.default, 2),
+        aten.binary_cross_entropy.default: make_entry_handler(aten.binary_cross_entropy.default, 3),
+        aten.binary_cross_entropy_with_logits.default: make_entry_handler(
             aten.binary_cross_entropy_with_logits.default, 4
         ),
     }
     | {
-        op: entries_backward(op, count)
+        op: make_entry_backward_handler(op, count)
         for op, count in (
             (aten.mse_loss_backward.default, 2),
             (aten.smooth_l1_loss_backward.default, 2),
@@ -117,34 +119,34 @@ register(
 # --- losses per row: x (N, C) or (C,), one class or a list of classes per row -------------------
 
 
-def rows(a: Stack | Tensor, dims: int, size: int) -> Tensor:
+def flatten_loss_rows(a: MappedStack | Tensor, dims: int, size: int) -> Tensor:
     """Fold the batch axis into the rows: (B, [N,] *dims) -> (B*N, *dims).
 
     An example of rank 0 becomes a row of one entry.
     """
-    v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+    v = a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
     if v.dim() == dims + 2:
         return v.flatten(0, 1)
     return v if v.dim() > dims else v.unsqueeze(-1)
 
 
-def row_weights(weight: Stack | Tensor, target: Tensor, size: int) -> Tensor:
+def row_weights(weight: MappedStack | Tensor, target: Tensor, size: int) -> Tensor:
     """The weight of the class of each row; target: (B*N, *)."""
-    if isinstance(weight, Stack):
+    if isinstance(weight, MappedStack):
         t = target.reshape(size, -1)
         return weight.v.gather(1, t).view(target.shape)
     return weight.index_select(0, target.flatten()).view(target.shape)
 
 
-def _nll(func: Any, dims: int):
+def _make_nll_handler(func: Any, dims: int):
     """Return the handler of a negative log-likelihood, which returns (loss, total weight).
 
     x is ([N,] C, *) and target ([N,] *), where * are ``dims`` dims.
     """
 
     def rule(size, x, target, weight, reduction, ignore):
-        n = rank_of(x) - 1 - dims
-        x, t = rows(x, dims + 1, size), rows(target, dims, size)
+        n = get_stack_rank(x) - 1 - dims
+        x, t = flatten_loss_rows(x, dims + 1, size), flatten_loss_rows(target, dims, size)
         loss = func(x, t, None, NONE, ignore)[0]
         counted = t != ignore
         if weight is not None:
@@ -158,16 +160,16 @@ def _nll(func: Any, dims: int):
         loss = loss.sum(1)
         return (loss / total if reduction == MEAN else loss), total
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-def _nll_backward(func: Any, dims: int):
+def _make_nll_backward_handler(func: Any, dims: int):
     def rule(size, g, x, target, weight, reduction, ignore, total):
-        shape = (size, *(x.v.shape[1:] if isinstance(x, Stack) else x.shape))
-        x, t = rows(x, dims + 1, size), rows(target, dims, size)
-        g = g.v if isinstance(g, Stack) else g.expand(size, *g.shape)
+        shape = (size, *(x.v.shape[1:] if isinstance(x, MappedStack) else x.shape))
+        x, t = flatten_loss_rows(x, dims + 1, size), flatten_loss_rows(target, dims, size)
+        g = g.v if isinstance(g, MappedStack) else g.expand(size, *g.shape)
         if reduction == MEAN:
-            g = g / (total.v if isinstance(total, Stack) else total)
+            g = g / (total.v if isinstance(total, MappedStack) else total)
         g = (
             g.reshape(t.shape)
             if reduction == NONE
@@ -177,67 +179,79 @@ def _nll_backward(func: Any, dims: int):
             g = g * row_weights(weight, torch.where(t != ignore, t, 0), size)
         return func(g, x, t, None, NONE, ignore, x.new_ones(())).view(shape)
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-register(
+register_rows(
     {
-        aten.nll_loss_forward.default: _nll(aten.nll_loss_forward.default, 0),
-        aten.nll_loss2d_forward.default: _nll(aten.nll_loss2d_forward.default, 2),
-        aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default, 0),
-        aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default, 2),
+        aten.nll_loss_forward.default: _make_nll_handler(aten.nll_loss_forward.default, 0),
+        aten.nll_loss2d_forward.default: _make_nll_handler(aten.nll_loss2d_forward.default, 2),
+        aten.nll_loss_backward.default: _make_nll_backward_handler(
+            aten.nll_loss_backward.default, 0
+        ),
+        aten.nll_loss2d_backward.default: _make_nll_backward_handler(
+            aten.nll_loss2d_backward.default, 2
+        ),
     }
 )
 
 
-def _shaped(out: Tensor, x: Stack | Tensor, size: int) -> Tensor:
+def _unflatten_rows(out: Tensor, x: MappedStack | Tensor, size: int) -> Tensor:
     """Undo the fold of the batch axis into the rows: (B*N, *) -> (B, [N,] *)."""
-    if rank_of(x) == 2:
+    if get_stack_rank(x) == 2:
         return out.unflatten(0, (size, -1))
-    return out.flatten(0) if rank_of(x) == 0 else out
+    return out.flatten(0) if get_stack_rank(x) == 0 else out
 
 
-def row_cotangent(g: Stack | Tensor, x: Stack | Tensor, reduction: int, size: int) -> Tensor:
-    n = (x.v.shape[1] if isinstance(x, Stack) else x.shape[0]) if rank_of(x) == 2 else 1
-    g = (g.v if isinstance(g, Stack) else g.expand(size, *g.shape)).reshape(size, -1)
+def row_cotangent(
+    g: MappedStack | Tensor, x: MappedStack | Tensor, reduction: int, size: int
+) -> Tensor:
+    n = (
+        (x.v.shape[1] if isinstance(x, MappedStack) else x.shape[0])
+        if get_stack_rank(x) == 2
+        else 1
+    )
+    g = (g.v if isinstance(g, MappedStack) else g.expand(size, *g.shape)).reshape(size, -1)
     g = g / n if reduction == MEAN else g
     return g.expand(size, n).reshape(size * n)
 
 
-@by_front
+@make_stack_handler
 def _multi_margin(size, x, target, p=1, margin=1, weight=None, reduction=MEAN):
-    t = rows(target, 0, size)
-    out = aten.multi_margin_loss.default(rows(x, 1, size), t, p, margin, None, NONE)
+    t = flatten_loss_rows(target, 0, size)
+    out = aten.multi_margin_loss.default(flatten_loss_rows(x, 1, size), t, p, margin, None, NONE)
     out = out if weight is None else out * row_weights(weight, t, size)
-    return reduced(_shaped(out, x, size), reduction)
+    return reduce_loss(_unflatten_rows(out, x, size), reduction)
 
 
-@by_front
+@make_stack_handler
 def _multi_margin_backward(size, g, x, target, p, margin, weight=None, reduction=MEAN):
-    t = rows(target, 0, size)
+    t = flatten_loss_rows(target, 0, size)
     g = row_cotangent(g, x, reduction, size)
     g = g if weight is None else g * row_weights(weight, t, size)
     func = aten.multi_margin_loss_backward.default
-    return _shaped(func(g, rows(x, 1, size), t, p, margin, None, NONE), x, size)
+    return _unflatten_rows(
+        func(g, flatten_loss_rows(x, 1, size), t, p, margin, None, NONE), x, size
+    )
 
 
-@by_front
+@make_stack_handler
 def _multilabel(size, x, target, reduction):
     func = aten.multilabel_margin_loss_forward.default
-    outs = func(rows(x, 1, size), rows(target, 1, size), NONE)
-    out, is_target = (_shaped(o, x, size) for o in outs)
-    return reduced(out, reduction), is_target
+    outs = func(flatten_loss_rows(x, 1, size), flatten_loss_rows(target, 1, size), NONE)
+    out, is_target = (_unflatten_rows(o, x, size) for o in outs)
+    return reduce_loss(out, reduction), is_target
 
 
-@by_front
+@make_stack_handler
 def _multilabel_backward(size, g, x, target, reduction, is_target):
     g = row_cotangent(g, x, reduction, size)
-    operands = (rows(a, 1, size) for a in (x, target))
+    operands = (flatten_loss_rows(a, 1, size) for a in (x, target))
     func = aten.multilabel_margin_loss_backward.default
-    return _shaped(func(g, *operands, NONE, rows(is_target, 1, size)), x, size)
+    return _unflatten_rows(func(g, *operands, NONE, flatten_loss_rows(is_target, 1, size)), x, size)
 
 
-register(
+register_rows(
     {
         aten.multi_margin_loss.default: _multi_margin,
         aten.multi_margin_loss_backward.default: _multi_margin_backward,
@@ -250,50 +264,52 @@ register(
 # --- sequences: log_probs (T, N, C) --------------------------------------------------------------
 
 
-def _lengths(a: Any, size: int) -> Any:
-    return a * size if isinstance(a, list) else rows(a, 0, size)
+def _repeat_lengths(a: Any, size: int) -> Any:
+    return a * size if isinstance(a, list) else flatten_loss_rows(a, 0, size)
 
 
-def _in_time(a: Stack | Tensor, size: int) -> Tensor:
-    v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+def _flatten_in_time(a: MappedStack | Tensor, size: int) -> Tensor:
+    v = a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
     return v.movedim(0, 1).flatten(1, 2)
 
 
-def _targets(a: Stack | Tensor, size: int) -> Tensor:
+def _flatten_targets(a: MappedStack | Tensor, size: int) -> Tensor:
     """Fold the batch axis into the targets, which are padded (N, S) or concatenated."""
-    return (a.v if isinstance(a, Stack) else a.expand(size, *a.shape)).flatten(0, 1)
+    return (a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)).flatten(0, 1)
 
 
-def _ctc(func: Any):
+def _make_ctc_handler(func: Any):
     def rule(size, x, targets, inputs, lengths, *rest):
-        inputs, lengths = _lengths(inputs, size), _lengths(lengths, size)
-        outs = func(_in_time(x, size), _targets(targets, size), inputs, lengths, *rest)
+        inputs, lengths = _repeat_lengths(inputs, size), _repeat_lengths(lengths, size)
+        outs = func(
+            _flatten_in_time(x, size), _flatten_targets(targets, size), inputs, lengths, *rest
+        )
         return tuple(o.unflatten(0, (size, -1)) for o in outs)
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-def _ctc_backward(func: Any):
+def _make_ctc_backward_handler(func: Any):
     def rule(size, g, x, targets, inputs, lengths, loss, alpha, *rest):
         out = func(
-            rows(g, 0, size),
-            _in_time(x, size),
-            _targets(targets, size),
-            _lengths(inputs, size),
-            _lengths(lengths, size),
-            rows(loss, 0, size),
-            rows(alpha, 2, size),
+            flatten_loss_rows(g, 0, size),
+            _flatten_in_time(x, size),
+            _flatten_targets(targets, size),
+            _repeat_lengths(inputs, size),
+            _repeat_lengths(lengths, size),
+            flatten_loss_rows(loss, 0, size),
+            flatten_loss_rows(alpha, 2, size),
             *rest,
         )
         return out.unflatten(1, (size, -1)).movedim(1, 0)
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-register(
-    {op: _ctc(op) for op in (aten._ctc_loss.default, aten._ctc_loss.Tensor)}
+register_rows(
+    {op: _make_ctc_handler(op) for op in (aten._ctc_loss.default, aten._ctc_loss.Tensor)}
     | {
-        op: _ctc_backward(op)
+        op: _make_ctc_backward_handler(op)
         for op in (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
     }
 )
@@ -302,7 +318,7 @@ register(
 _REDUCED = {"none": 0, "mean": 1, "sum": 2}
 
 
-def _with_tensors_of_lengths(call: Any, none: Any):
+def _make_ctc_call(call: Any, none: Any):
     """Return an override for calls with lengths in lists, or targets or lengths on another device.
 
     Torch copies a list of lengths to the memory address of a new tensor, which a wrapper lacks.
@@ -329,7 +345,7 @@ def _with_tensors_of_lengths(call: Any, none: Any):
     return handle
 
 
-def _with_signature(handle: Any, default: Any):
+def _add_ctc_signature(handle: Any, default: Any):
     """Return an override with the parameters of ``ctc_loss`` and this default of reduction."""
 
     def call(
@@ -344,6 +360,6 @@ def _with_signature(handle: Any, default: Any):
     return call
 
 
-CALLS[F.ctc_loss] = _with_signature(_with_tensors_of_lengths(F.ctc_loss, "none"), "mean")
+CALLS[F.ctc_loss] = _add_ctc_signature(_make_ctc_call(F.ctc_loss, "none"), "mean")
 # By its schema the mean is the default, but torch.ctc_loss returns the loss of each sequence.
-CALLS[torch.ctc_loss] = _with_signature(_with_tensors_of_lengths(torch.ctc_loss, 0), 0)
+CALLS[torch.ctc_loss] = _add_ctc_signature(_make_ctc_call(torch.ctc_loss, 0), 0)

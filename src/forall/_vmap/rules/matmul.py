@@ -12,10 +12,10 @@ from forall._compat.symbolic_eye import is_identity
 from forall._vmap.registry import (
     DIRECT,
     HANDLERS,
-    directly,
-    register,
+    answer_directly,
+    register_rows,
 )
-from forall._vmap.rule_makers.basic import Stack, by_front
+from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -27,28 +27,30 @@ Tensor = torch.Tensor
 _ROWS, _OWN = 16, 64
 
 
-def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def multiply_stacks(
+    x: MappedStack | Tensor, w: MappedStack | Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
     """Multiply (B, *b, N, K) @ (B, *b, K, M) -> (B, *b, N, M). One side may be unbatched."""
-    if isinstance(x, Stack):
-        if isinstance(w, Stack):
-            return _both(x.v, w.v, dtype)
+    if isinstance(x, MappedStack):
+        if isinstance(w, MappedStack):
+            return _multiply_both(x.v, w.v, dtype)
         v = x.v
         if v.dim() == 3:
             b, n, _ = v.shape
             if n > 1 and w.shape[1] > 1 and v.stride(0) != n * v.stride(1):
-                return _times(v, w.expand(b, *w.shape), dtype)  # to fold it would be a copy
-            return _times(v.flatten(0, 1), w, dtype).view(b, n, w.shape[1])
+                return _multiply(v, w.expand(b, *w.shape), dtype)  # to fold it would be a copy
+            return _multiply(v.flatten(0, 1), w, dtype).view(b, n, w.shape[1])
         rows = v.movedim(0, -3)
-        out = _times(rows.flatten(-3, -2), w, dtype)
+        out = _multiply(rows.flatten(-3, -2), w, dtype)
         return out.unflatten(-2, rows.shape[-3:-1]).movedim(-3, 0)
-    if w.v.dim() == 3 and not _folds(x, w.v):
-        return _times(x.expand(w.v.shape[0], *x.shape), w.v, dtype)
+    if w.v.dim() == 3 and not _is_foldable(x, w.v):
+        return _multiply(x.expand(w.v.shape[0], *x.shape), w.v, dtype)
     columns = w.v.movedim(0, -2)
-    out = _times(x, columns.flatten(-2), dtype)
+    out = _multiply(x, columns.flatten(-2), dtype)
     return out.unflatten(-1, columns.shape[-2:]).movedim(-2, 0)
 
 
-def _folds(x: Tensor, w: Tensor) -> bool:
+def _is_foldable(x: Tensor, w: Tensor) -> bool:
     """True if it is fastest to multiply x (N, K) once with all columns of w (B, K, M)."""
     if x.layout is not torch.strided:
         return True  # it has no expanded form
@@ -59,15 +61,15 @@ def _folds(x: Tensor, w: Tensor) -> bool:
     return x.shape[0] >= _ROWS and w.stride(0) == w.shape[2] * w.stride(2)  # else folding copies
 
 
-def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None and x.shape[-1] == w.shape[-2] == 1 and _is_multiplied(x, w):
+def _multiply_both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None and x.shape[-1] == w.shape[-2] == 1 and _is_mul_faster(x, w):
         return x * w
     if x.dim() == 3:
-        return _times(x, w, dtype)
-    return _times(x.flatten(0, 1), w.flatten(0, 1), dtype).unflatten(0, x.shape[:2])
+        return _multiply(x, w, dtype)
+    return _multiply(x.flatten(0, 1), w.flatten(0, 1), dtype).unflatten(0, x.shape[:2])
 
 
-def _is_multiplied(x: Tensor, w: Tensor) -> bool:
+def _is_mul_faster(x: Tensor, w: Tensor) -> bool:
     """True if outer products are faster as one broadcast multiplication (measured on CPU).
 
     A multiplication is limited by memory, with a cost per row. bmm has no cost per row, but goes
@@ -77,16 +79,16 @@ def _is_multiplied(x: Tensor, w: Tensor) -> bool:
     return x.dtype == w.dtype != torch.bool and (columns >= 32 or x.shape[-2] * columns < 400)
 
 
-def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _multiply(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None:
         return (aten.mm if x.dim() == 2 else aten.bmm).dtype(x, w, dtype)
     if x.dim() != 2:  # torch.bmm takes half the time of its operator
         return torch.bmm(x, w)
     fits = x.shape[1] == w.shape[0] and x.dtype == w.dtype
-    if fits and _is_square(x) and _is_read(w) and is_identity(x):
-        return _copy(w)
-    if fits and _is_square(w) and _is_read(x) and is_identity(w):
-        return _copy(x)
+    if fits and _is_square(x) and _is_copy_exact(w) and is_identity(x):
+        return _copy_by_row(w)
+    if fits and _is_square(w) and _is_copy_exact(x) and is_identity(w):
+        return _copy_by_row(x)
     return torch.mm(x, w)
 
 
@@ -96,60 +98,64 @@ def _is_square(x: Tensor) -> bool:
     return type(rows) is int and type(columns) is int and rows == columns
 
 
-def _is_read(x: Tensor) -> bool:
+def _is_copy_exact(x: Tensor) -> bool:
     """True if the product of x with an identity matrix is a plain copy of x."""
     return x.layout is torch.strided and not x.is_neg()
 
 
-def _copy(x: Tensor) -> Tensor:
+def _copy_by_row(x: Tensor) -> Tensor:
     """Copy a matrix into new memory, row-major as a product is."""
     if x.stride(0) == 1 != x.stride(1):
         return torch.t_copy(x.t())  # takes two thirds of the time of a clone
     return x.clone(memory_format=torch.contiguous_format)  # `jit` removes this copy
 
 
-def on(x: Stack | Tensor, f) -> Stack | Tensor:
+def apply_to_value(x: MappedStack | Tensor, f) -> MappedStack | Tensor:
     """Apply ``f``, which counts dims from the end, to a batched or an unbatched value."""
-    return Stack(f(x.v)) if isinstance(x, Stack) else f(x)
+    return MappedStack(f(x.v)) if isinstance(x, MappedStack) else f(x)
 
 
-def row(x: Stack | Tensor) -> Stack | Tensor:
-    return on(x, lambda v: v.unsqueeze(-2))
+def unsqueeze_row(x: MappedStack | Tensor) -> MappedStack | Tensor:
+    return apply_to_value(x, lambda v: v.unsqueeze(-2))
 
 
-def column(x: Stack | Tensor) -> Stack | Tensor:
-    return on(x, lambda v: v.unsqueeze(-1))
+def unsqueeze_column(x: MappedStack | Tensor) -> MappedStack | Tensor:
+    return apply_to_value(x, lambda v: v.unsqueeze(-1))
 
 
-@by_front
+@make_stack_handler
 def _mm(size, x, w, out_dtype=None):
-    return product(x, w, out_dtype)
+    return multiply_stacks(x, w, out_dtype)
 
 
-@by_front
+@make_stack_handler
 def _mv(size, w, x):
-    if isinstance(w, Stack):
-        return product(w, column(x)).squeeze(-1)
-    return _times(x.v, w.t(), None)
+    if isinstance(w, MappedStack):
+        return multiply_stacks(w, unsqueeze_column(x)).squeeze(-1)
+    return _multiply(x.v, w.t(), None)
 
 
-def _inner(x: Stack | Tensor, y: Stack | Tensor) -> Tensor:
-    if not isinstance(x, Stack):
+def _inner_product(x: MappedStack | Tensor, y: MappedStack | Tensor) -> Tensor:
+    if not isinstance(x, MappedStack):
         x, y = y, x
-    return product(row(x), column(y)).flatten(0) if isinstance(y, Stack) else x.v.mv(y)
+    return (
+        multiply_stacks(unsqueeze_row(x), unsqueeze_column(y)).flatten(0)
+        if isinstance(y, MappedStack)
+        else x.v.mv(y)
+    )
 
 
-@by_front
+@make_stack_handler
 def _dot(size, x, y):
-    return _inner(x, y)
+    return _inner_product(x, y)
 
 
-@by_front
+@make_stack_handler
 def _vdot(size, x, y):
-    return _inner(on(x, torch.conj_physical), y)
+    return _inner_product(apply_to_value(x, torch.conj_physical), y)
 
 
-register(
+register_rows(
     {
         aten.mm.default: _mm,
         aten.mm.dtype: _mm,
@@ -164,12 +170,12 @@ register(
 
 def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
     """Return beta * bias + alpha * x @ w of each example: x (N, K), w (K, M), bias up to (N, M)."""
-    mapped = isinstance(bias, Stack)
+    mapped = isinstance(bias, MappedStack)
     if (bias.v.dim() - 1 if mapped else bias.dim()) < 2:  # the same for all rows
-        if not isinstance(w, Stack) and not mapped:
+        if not isinstance(w, MappedStack) and not mapped:
             rows = torch.addmm(bias, x.v.flatten(0, 1), w, beta=beta, alpha=alpha)
             return rows.view(size, x.v.shape[1], w.shape[1])
-        if not isinstance(x, Stack) and isinstance(w, Stack) and _folds(x, w.v):
+        if not isinstance(x, MappedStack) and isinstance(w, MappedStack) and _is_foldable(x, w.v):
             n, m = w.v.shape[0], w.v.shape[2]
             bias = bias.v if mapped else bias
             if bias.shape != (n, m):
@@ -177,13 +183,13 @@ def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
             columns = w.v.transpose(1, 2).flatten(0, 1).t()
             out = torch.addmm(bias.flatten(), x, columns, beta=beta, alpha=alpha)
             return out.view(x.shape[0], n, m).transpose(0, 1)
-    x, w = (a.v if isinstance(a, Stack) else a.expand(size, *a.shape) for a in (x, w))
-    return torch.baddbmm(ranked(bias, 2), x, w, beta=beta, alpha=alpha)
+    x, w = (a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape) for a in (x, w))
+    return torch.baddbmm(pad_example_rank(bias, 2), x, w, beta=beta, alpha=alpha)
 
 
-def ranked(x: Stack | Tensor, rank: int) -> Tensor:
-    """Pad examples with leading ones up to ``rank``. An unbatched tensor is returned as it is."""
-    if not isinstance(x, Stack):
+def pad_example_rank(x: MappedStack | Tensor, rank: int) -> Tensor:
+    """Pad examples with leading ones up to ``get_rank``. An unbatched tensor is returned as it is."""
+    if not isinstance(x, MappedStack):
         return x
     v = x.v
     missing = rank + 1 - v.dim()
@@ -192,35 +198,41 @@ def ranked(x: Stack | Tensor, rank: int) -> Tensor:
     return v.reshape(v.shape[0], *(1,) * missing, *v.shape[1:]) if missing else v
 
 
-_addmm = by_front(affine)
+_addmm = make_stack_handler(affine)
 
 
-@by_front
+@make_stack_handler
 def _addmv(size, bias, w, x, *, beta=1, alpha=1):
-    if isinstance(w, Stack):
-        return affine(size, column(bias), w, column(x), beta=beta, alpha=alpha).squeeze(-1)
-    return affine(size, bias, row(x), w.t(), beta=beta, alpha=alpha).squeeze(-2)
+    if isinstance(w, MappedStack):
+        return affine(
+            size, unsqueeze_column(bias), w, unsqueeze_column(x), beta=beta, alpha=alpha
+        ).squeeze(-1)
+    return affine(size, bias, unsqueeze_row(x), w.t(), beta=beta, alpha=alpha).squeeze(-2)
 
 
-@by_front
+@make_stack_handler
 def _addbmm(size, bias, x, w, *, beta=1, alpha=1):
-    x = on(x, lambda v: v.movedim(-3, -2).flatten(-2))  # the sum over the batch is one over K
-    return affine(size, bias, x, on(w, lambda v: v.flatten(-3, -2)), beta=beta, alpha=alpha)
+    x = apply_to_value(
+        x, lambda v: v.movedim(-3, -2).flatten(-2)
+    )  # the sum over the batch is one over K
+    return affine(
+        size, bias, x, apply_to_value(w, lambda v: v.flatten(-3, -2)), beta=beta, alpha=alpha
+    )
 
 
-@by_front
+@make_stack_handler
 def _baddbmm(size, bias, x, w, *, beta=1, alpha=1):
-    mapped = isinstance(x, Stack) or isinstance(w, Stack)
-    out = product(x, w) if mapped else torch.bmm(x, w)
+    mapped = isinstance(x, MappedStack) or isinstance(w, MappedStack)
+    out = multiply_stacks(x, w) if mapped else torch.bmm(x, w)
     if not (out.is_floating_point() or out.is_complex()):
         alpha, beta = int(alpha), int(beta)  # torch's kernel takes them in the tensors' dtype
     out = out if alpha == 1 else out * alpha
     if beta == 0:
         return out if mapped else out.expand(size, *out.shape)
-    return torch.add(out, ranked(bias, 3), alpha=beta)
+    return torch.add(out, pad_example_rank(bias, 3), alpha=beta)
 
 
-register(
+register_rows(
     {
         aten.addmm.default: _addmm,
         aten.addmv.default: _addmv,
@@ -230,24 +242,24 @@ register(
 )
 
 
-@by_front
+@make_stack_handler
 def _linear(size, input, weight, bias=None):
     """Apply a linear layer: (*, K), (M, K), (M) -> (*, M). An example's rows * form one matrix."""
-    if rank(input) < 1 or rank(weight) != 2 or (bias is not None and rank(bias) != 1):
+    if get_rank(input) < 1 or get_rank(weight) != 2 or (bias is not None and get_rank(bias) != 1):
         return NotImplemented
-    w = on(weight, lambda v: v.transpose(-2, -1))
-    if rank(input) == 2:
-        return product(input, w) if bias is None else affine(size, bias, input, w)
-    mapped = isinstance(input, Stack)
+    w = apply_to_value(weight, lambda v: v.transpose(-2, -1))
+    if get_rank(input) == 2:
+        return multiply_stacks(input, w) if bias is None else affine(size, bias, input, w)
+    mapped = isinstance(input, MappedStack)
     shape = (input.v if mapped else input).shape[mapped:-1]
-    x = on(input, lambda v: v.reshape(*v.shape[:mapped], shape.numel(), v.shape[-1]))
-    out = product(x, w) if bias is None else affine(size, bias, x, w)
+    x = apply_to_value(input, lambda v: v.reshape(*v.shape[:mapped], shape.numel(), v.shape[-1]))
+    out = multiply_stacks(x, w) if bias is None else affine(size, bias, x, w)
     return out.view(out.shape[0], *shape, out.shape[-1])
 
 
-def rank(x: Stack | Tensor) -> int:
+def get_rank(x: MappedStack | Tensor) -> int:
     """The rank of one example."""
-    return x.v.dim() - 1 if isinstance(x, Stack) else x.dim()
+    return x.v.dim() - 1 if isinstance(x, MappedStack) else x.dim()
 
 
 def _matmul(level, func, args, kwargs):
@@ -261,11 +273,11 @@ _BY_RANKS = {
     (2, 1): aten.mv.default,
     (1, 1): aten.dot.default,
 }
-directly(aten.mm.default, torch.mm, Tensor.mm)
-directly(aten.mv.default, torch.mv, Tensor.mv)
-directly(aten.dot.default, torch.dot, Tensor.dot)
-directly(aten.bmm.default, torch.bmm, Tensor.bmm)
-directly(aten.addmm.default, torch.addmm, Tensor.addmm)
+answer_directly(aten.mm.default, torch.mm, Tensor.mm)
+answer_directly(aten.mv.default, torch.mv, Tensor.mv)
+answer_directly(aten.dot.default, torch.dot, Tensor.dot)
+answer_directly(aten.bmm.default, torch.bmm, Tensor.bmm)
+answer_directly(aten.addmm.default, torch.addmm, Tensor.addmm)
 _OPS = {*_BY_RANKS.values(), aten.addmm.default, aten.t.default, aten.transpose.int}
 DIRECT[torch.nn.functional.linear] = (_linear, _OPS)
 for _call in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
@@ -275,78 +287,84 @@ for _call in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
 # --- integers -----------------------------------------------------------------------------------
 
 
-@by_front
+@make_stack_handler
 def _int_mm(size, x, w):
     """Multiply int8 (N, K) @ (K, M) to int32. Batches use doubles, which hold the sums exactly."""
-    if not isinstance(w, Stack):
+    if not isinstance(w, MappedStack):
         return aten._int_mm.default(x.v.flatten(0, 1), w).unflatten(0, x.v.shape[:2])
-    if not isinstance(x, Stack):
+    if not isinstance(x, MappedStack):
         out = aten._int_mm.default(x, w.v.movedim(0, 1).flatten(1))
         return out.unflatten(1, (size, -1)).movedim(1, 0)
     return torch.bmm(x.v.double(), w.v.double()).to(torch.int32)
 
 
-register({aten._int_mm.default: _int_mm})
+register_rows({aten._int_mm.default: _int_mm})
 
 
 # --- relatives ---------------------------------------------------------------------------------
 
 
-@by_front
+@make_stack_handler
 def _cross(size, x, y, *, dim=-1):
     dim = dim if dim < 0 else dim + 1
-    return aten.linalg_cross.default(led(x), led(y), dim=dim)
+    return aten.linalg_cross.default(unsqueeze_shared(x), unsqueeze_shared(y), dim=dim)
 
 
-def led(x: Stack | Tensor) -> Tensor:
+def unsqueeze_shared(x: MappedStack | Tensor) -> Tensor:
     """Return (B, *S), or (1, *S) for an unbatched tensor, for operators that broadcast."""
-    return x.v if isinstance(x, Stack) else x.unsqueeze(0)
+    return x.v if isinstance(x, MappedStack) else x.unsqueeze(0)
 
 
-@by_front
+@make_stack_handler
 def _trilinear(size, x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
     """Return an einsum: each operand lacks the dims that it expands, the result those of sumdim."""
-    rank = len(expand1) + (x.v.dim() - 1 if isinstance(x, Stack) else x.dim())
+    rank = len(expand1) + (x.v.dim() - 1 if isinstance(x, MappedStack) else x.dim())
     operands = []
     for a, without in ((x, expand1), (y, expand2), (z, expand3)):
         dims = [d for d in range(rank) if d not in without]
-        operands += (a.v, [rank, *dims]) if isinstance(a, Stack) else (a, dims)
+        operands += (a.v, [rank, *dims]) if isinstance(a, MappedStack) else (a, dims)
     kept = [d for d in range(rank) if d not in sumdim]
     return torch.einsum(*operands, [rank, *kept])
 
 
-@by_front
+@make_stack_handler
 def _cdist(size, x, y, p, compute_mode):
-    rank = max(a.v.dim() - 1 if isinstance(a, Stack) else a.dim() for a in (x, y))
-    return aten._cdist_forward.default(ranked(x, rank), ranked(y, rank), p, compute_mode)
+    rank = max(a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim() for a in (x, y))
+    return aten._cdist_forward.default(
+        pad_example_rank(x, rank), pad_example_rank(y, rank), p, compute_mode
+    )
 
 
-@by_front
+@make_stack_handler
 def _cdist_backward(size, g, x, y, p, dist):
     """Expand every operand to its full shape, as the kernel reads rows from memory."""
-    batch = dist.v.shape[1:-2] if isinstance(dist, Stack) else dist.shape[:-2]
+    batch = dist.v.shape[1:-2] if isinstance(dist, MappedStack) else dist.shape[:-2]
     g, x, y, dist = (
         v.expand(size, *batch, *v.shape[-2:]).contiguous()
-        for v in (ranked(a, len(batch) + 2) for a in (g, x, y, dist))
+        for v in (pad_example_rank(a, len(batch) + 2) for a in (g, x, y, dist))
     )
     return aten._cdist_backward.default(g, x, y, p, dist)
 
 
-def _pairs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _subtract_row_pairs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the differences (B, P, K) of all pairs of rows of x (B, N, K), and the row indices."""
     i, j = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device).unbind()
     return x.index_select(1, i) - x.index_select(1, j), i, j
 
 
-@by_front
+@make_stack_handler
 def _pdist(size, x, p=2.0):
-    return torch.linalg.vector_norm(_pairs(x.v)[0], p, -1)
+    return torch.linalg.vector_norm(_subtract_row_pairs(x.v)[0], p, -1)
 
 
-@by_front
+@make_stack_handler
 def _pdist_backward(size, g, x, p, dist):
-    g, x, dist = led(g).unsqueeze(-1), led(x), led(dist).unsqueeze(-1)
-    difference, i, j = _pairs(x)
+    g, x, dist = (
+        unsqueeze_shared(g).unsqueeze(-1),
+        unsqueeze_shared(x),
+        unsqueeze_shared(dist).unsqueeze(-1),
+    )
+    difference, i, j = _subtract_row_pairs(x)
     if p == 0:
         pull = torch.zeros_like(g * difference)
     elif p == float("inf"):
@@ -359,7 +377,7 @@ def _pdist_backward(size, g, x, p, dist):
     return zero.index_add(1, i, pull).index_add(1, j, -pull)
 
 
-register(
+register_rows(
     {
         aten.linalg_cross.default: _cross,
         aten._trilinear.default: _trilinear,

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from forall._core.axes import wrap_dim
-from forall._vmap.batched_tensor import wrap
+from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.mutation.in_place import pointwise_in_place
-from forall._vmap.registry import register
+from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
-    Stack,
-    by_front,
-    lower,
-    pointwise,
-    stacked,
+    MappedStack,
+    expand_to_stack,
+    handle_pointwise,
+    lower_shared,
+    make_stack_handler,
 )
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 # --- Python's in-place operators, which lack the tag `pointwise` ---------------------------------
 
-register(
+register_rows(
     {
         getattr(getattr(aten, name), overload): pointwise_in_place
         for name in ("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
@@ -36,7 +36,7 @@ register(
 
 
 # Pointwise, though without the tag.
-register(
+register_rows(
     dict.fromkeys(
         (
             aten.floor_divide.default,
@@ -54,7 +54,7 @@ register(
             aten._add_relu.Tensor,
             aten._add_relu.Scalar,
         ),
-        pointwise,
+        handle_pointwise,
     ),
     way="pointwise",
 )
@@ -63,20 +63,22 @@ register(
 # --- histograms --------------------------------------------------------------------------------
 
 
-def _rows(a: Any, size: int) -> Tensor:
+def _flatten_examples(a: Any, size: int) -> Tensor:
     """Flatten each example: return (B, N)."""
-    v = a.v if isinstance(a, Stack) else a.unsqueeze(0).expand(size, *a.shape)
+    v = a.v if isinstance(a, MappedStack) else a.unsqueeze(0).expand(size, *a.shape)
     return v.reshape(size, -1)
 
 
-def _tally(bins: Tensor, weights: Any, valid: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def _sum_by_bin(
+    bins: Tensor, weights: Any, valid: Tensor, count: int, dtype: torch.dtype
+) -> Tensor:
     """Sum the weights (B, N), or ones for None, by bin: return (B, count)."""
     weights = valid.to(dtype) if weights is None else torch.where(valid, weights, 0)
     out = weights.new_zeros((bins.shape[0], count))
     return out.scatter_add(1, torch.where(valid, bins, 0), weights)
 
 
-def _outer_edges(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
+def _find_range(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
     """Return torch's range of the bins, by default that of the values.
 
     An empty range is widened by ``room`` on both sides.
@@ -92,15 +94,15 @@ def _outer_edges(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
     return torch.where(flat, low - room, low), torch.where(flat, high + room, high)
 
 
-@by_front
+@make_stack_handler
 def _histc(size, x, bins=100, min=0, max=0):
-    x = _rows(x, size)
+    x = _flatten_examples(x, size)
     of_values = min == max == 0 and x.shape[1]
-    low, high = _outer_edges(x, None if of_values else (min, max), 1)
+    low, high = _find_range(x, None if of_values else (min, max), 1)
     valid = (x >= low) & (x <= high)
     # The order of operations is the kernel's, as entries often lie on the edges.
     place = torch.where(valid, (x - low) * bins / (high - low), 0).long().clamp(max=bins - 1)
-    return _tally(place, None, valid, bins, x.dtype)
+    return _sum_by_bin(place, None, valid, bins, x.dtype)
 
 
 def _histogram(x: Tensor, edges: Tensor, weight: Any, density: bool) -> tuple[Tensor, Tensor]:
@@ -111,53 +113,57 @@ def _histogram(x: Tensor, edges: Tensor, weight: Any, density: bool) -> tuple[Te
     count = edges.shape[1] - 1
     valid = (x >= edges[:, :1]) & (x <= edges[:, -1:])
     place = torch.searchsorted(edges, x.contiguous(), right=True) - 1
-    out = _tally(place.clamp(0, count - 1), weight, valid, count, x.dtype)
+    out = _sum_by_bin(place.clamp(0, count - 1), weight, valid, count, x.dtype)
     if density:
         out = out / out.sum(1, keepdim=True) / edges.diff(dim=1)
     return out, edges
 
 
-def _pairs(low: Tensor, high: Tensor) -> zip:
+def _zip_limits(low: Tensor, high: Tensor) -> zip:
     return zip(low.squeeze(1).unbind(), high.squeeze(1).unbind(), strict=True)
 
 
-@by_front
+@make_stack_handler
 def _histogram_counts(size, x, bins=100, *, range=None, weight=None, density=False):
-    x = _rows(x, size)
-    low, high = _outer_edges(x, range, 0.5)
+    x = _flatten_examples(x, size)
+    low, high = _find_range(x, range, 0.5)
     # Edges are exact to the last bit: linspace does not round as its formula would.
     edges = torch.stack(
         [
             torch.linspace(a, b, bins + 1, dtype=x.dtype, device=x.device)
-            for a, b in _pairs(low, high)
+            for a, b in _zip_limits(low, high)
         ]
     )
-    return _histogram(x, edges, None if weight is None else _rows(weight, size), density)
+    return _histogram(
+        x, edges, None if weight is None else _flatten_examples(weight, size), density
+    )
 
 
-@by_front
+@make_stack_handler
 def _histogram_edges(size, x, bins, *, weight=None, density=False):
-    weight = None if weight is None else _rows(weight, size)
-    return _histogram(_rows(x, size), _rows(bins, size).contiguous(), weight, density)
+    weight = None if weight is None else _flatten_examples(weight, size)
+    return _histogram(
+        _flatten_examples(x, size), _flatten_examples(bins, size).contiguous(), weight, density
+    )
 
 
-def _columns(x: Any, size: int) -> Tensor:
+def _flatten_points(x: Any, size: int) -> Tensor:
     """Flatten each example into points of D coordinates: return (B, N, D)."""
-    v = x.v if isinstance(x, Stack) else x.unsqueeze(0).expand(size, *x.shape)
+    v = x.v if isinstance(x, MappedStack) else x.unsqueeze(0).expand(size, *x.shape)
     return v.reshape(size, -1, v.shape[-1])
 
 
-def _edges(x: Tensor, bins: list[int], limits: list[float] | None) -> list[Tensor]:
+def _make_edges(x: Tensor, bins: list[int], limits: list[float] | None) -> list[Tensor]:
     """Return the edges (B, bins + 1) for each coordinate of x (B, N, D)."""
     found = []
     for d, n in enumerate(bins):
-        low, high = _outer_edges(x[..., d], limits and limits[2 * d : 2 * d + 2], 0.5)
-        ends = [torch.linspace(a, b, n + 1, dtype=x.dtype) for a, b in _pairs(low, high)]
+        low, high = _find_range(x[..., d], limits and limits[2 * d : 2 * d + 2], 0.5)
+        ends = [torch.linspace(a, b, n + 1, dtype=x.dtype) for a, b in _zip_limits(low, high)]
         found.append(torch.stack(ends).to(x.device))
     return found
 
 
-def _histogram_of_points(x: Tensor, edges: list[Tensor], weight: Any, density: bool) -> Tensor:
+def _histogramdd(x: Tensor, edges: list[Tensor], weight: Any, density: bool) -> Tensor:
     """Return the histogram (B, *bins) of x (B, N, D) for edges (B, bins + 1) per coordinate."""
     place, valid = torch.zeros_like(x[..., 0], dtype=torch.long), True
     for d, e in enumerate(edges):
@@ -166,7 +172,7 @@ def _histogram_of_points(x: Tensor, edges: list[Tensor], weight: Any, density: b
         at = torch.searchsorted(e.contiguous(), along, right=True) - 1
         place = place * (e.shape[1] - 1) + at.clamp(0, e.shape[1] - 2)
     counts = [e.shape[1] - 1 for e in edges]
-    out = _tally(place, weight, valid, prod(counts), x.dtype).unflatten(1, counts)
+    out = _sum_by_bin(place, weight, valid, prod(counts), x.dtype).unflatten(1, counts)
     if density:
         out = out / out.flatten(1).sum(1).view(-1, *(1,) * len(counts))
         for d, e in enumerate(edges):
@@ -175,28 +181,33 @@ def _histogram_of_points(x: Tensor, edges: list[Tensor], weight: Any, density: b
     return out
 
 
-@by_front
-def _edges_of_points(size, x, bins, *, range=None, weight=None, density=False):
-    return _edges(_columns(x, size), bins, range)
+@make_stack_handler
+def _histogramdd_edges(size, x, bins, *, range=None, weight=None, density=False):
+    return _make_edges(_flatten_points(x, size), bins, range)
 
 
-@by_front
-def _points_by_counts(size, x, bins, *, range=None, weight=None, density=False):
-    x, weight = _columns(x, size), None if weight is None else _rows(weight, size)
-    return _histogram_of_points(x, _edges(x, bins, range), weight, density)
+@make_stack_handler
+def _histogramdd_by_counts(size, x, bins, *, range=None, weight=None, density=False):
+    x, weight = (
+        _flatten_points(x, size),
+        None if weight is None else _flatten_examples(weight, size),
+    )
+    return _histogramdd(x, _make_edges(x, bins, range), weight, density)
 
 
-@by_front
-def _points_by_edges(size, x, bins, *, weight=None, density=False):
-    weight = None if weight is None else _rows(weight, size)
-    return _histogram_of_points(_columns(x, size), [_rows(e, size) for e in bins], weight, density)
+@make_stack_handler
+def _histogramdd_by_edges(size, x, bins, *, weight=None, density=False):
+    weight = None if weight is None else _flatten_examples(weight, size)
+    return _histogramdd(
+        _flatten_points(x, size), [_flatten_examples(e, size) for e in bins], weight, density
+    )
 
 
-register(
+register_rows(
     {
-        aten._histogramdd_bin_edges.default: _edges_of_points,
-        aten._histogramdd_from_bin_cts.default: _points_by_counts,
-        aten._histogramdd_from_bin_tensors.default: _points_by_edges,
+        aten._histogramdd_bin_edges.default: _histogramdd_edges,
+        aten._histogramdd_from_bin_cts.default: _histogramdd_by_counts,
+        aten._histogramdd_from_bin_tensors.default: _histogramdd_by_edges,
         aten.histc.default: _histc,
         aten.histogram.bin_ct: _histogram_counts,
         aten.histogram.bins_tensor: _histogram_edges,
@@ -209,20 +220,26 @@ register(
 
 def _segment_reduce(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run the kernel on batched data and lengths: it takes batch dims before the axis."""
-    kwargs = {k: stacked(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+    kwargs = {
+        k: expand_to_stack(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()
+    }
     kwargs["axis"] = wrap_dim(kwargs.get("axis", 0), args[0].dim()) + 1
     if not level.size:
         kwargs["unsafe"] = True  # the check of the lengths asks for their sum, and there is none
-    return wrap(func(stacked(args[0], level), *args[1:], **kwargs), 0, level)
+    return wrap_stack(func(expand_to_stack(args[0], level), *args[1:], **kwargs), 0, level)
 
 
 def _segment_reduce_backward(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    kwargs = {k: stacked(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+    kwargs = {
+        k: expand_to_stack(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()
+    }
     kwargs["axis"] = wrap_dim(kwargs.get("axis", 0), args[2].dim()) + 1
-    return wrap(func(*(stacked(a, level) for a in args[:3]), *args[3:], **kwargs), 0, level)
+    return wrap_stack(
+        func(*(expand_to_stack(a, level) for a in args[:3]), *args[3:], **kwargs), 0, level
+    )
 
 
-register(
+register_rows(
     {
         aten.segment_reduce.default: _segment_reduce,
         aten._segment_reduce_backward.default: _segment_reduce_backward,
@@ -235,23 +252,23 @@ register(
 
 def _lazy_clone(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Copy at once: a wrapper has no memory of its own to share until a write."""
-    return wrap(args[0].value.clone(), args[0].axis, level)
+    return wrap_stack(args[0].value.clone(), args[0].axis, level)
 
 
-register({aten._lazy_clone.default: _lazy_clone})
+register_rows({aten._lazy_clone.default: _lazy_clone})
 
 
 # --- checks of values --------------------------------------------------------------------------
 
 
 def _assert_all(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
-    func((lower(args[0], level) != 0).all(), *args[1:], **kwargs)
+    func((lower_shared(args[0], level) != 0).all(), *args[1:], **kwargs)
 
 
-register(
+register_rows(
     {
         aten._assert_async.default: _assert_all,
         aten._assert_async.msg: _assert_all,
-        aten._foobar.default: pointwise,
+        aten._foobar.default: handle_pointwise,
     }
 )

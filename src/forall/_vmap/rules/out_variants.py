@@ -15,7 +15,7 @@ from forall._vmap.registry import OUTS
 aten = torch.ops.aten
 
 
-def _by_result(func: Any) -> Any:
+def _make_out_call(func: Any) -> Any:
     def call(*args: Any, out: Any, **kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if torch.can_cast(result.dtype, out.dtype):
@@ -26,5 +26,5 @@ def _by_result(func: Any) -> Any:
 
 
 OUTS.update(
-    {func: _by_result(func) for func in (torch.kron, torch.linalg.matrix_rank, torch.matmul)}
+    {func: _make_out_call(func) for func in (torch.kron, torch.linalg.matrix_rank, torch.matmul)}
 )

@@ -13,22 +13,22 @@ import torch
 
 from forall._compat.dispatch_state import functions_off
 from forall._compat.wrapper_tensor import ENTRYWISE, Wrapper
-from forall._core.errors import shared_write
-from forall._core.levels import outside, top
-from forall._vmap.batched_tensor import Batched
-from forall._vmap.mutation.mutation_log import note_read
+from forall._core.errors import shared_write_error
+from forall._core.levels import run_outside, top
+from forall._vmap.batched_tensor import BatchedTensor
+from forall._vmap.mutation.mutation_log import log_plain_read
 from forall._vmap.per_example import (
-    all_places,
-    back_in,
-    example_of,
-    levels_of,
+    find_mapped_levels,
+    iter_example_numbers,
+    rewrap_examples,
+    select_example,
 )
 from forall._vmap.registry import CALLS
 
 Tensor = torch.Tensor
 
 
-def _entrywise(name: str) -> Any:
+def _make_apply(name: str) -> Any:
     method = getattr(Tensor, name)
 
     def call(x: Tensor, *others_and_function: Any) -> Any:
@@ -43,22 +43,24 @@ def _entrywise(name: str) -> Any:
             )
         for t in others:
             if not isinstance(t, Wrapper):
-                note_read(f"x.{name}()", t)
-        around = _levels()
-        if any(hasattr(level, "ledger") for level in around) and _is_shared_older(x):
-            raise shared_write(f"x.{name}()", x, [])  # examples would see each other's results
-        levels, root = levels_of(tensors), around[-1] if around else None
+                log_plain_read(f"x.{name}()", t)
+        around = _list_levels()
+        if any(hasattr(level, "mutation_log") for level in around) and _is_shared_older(x):
+            raise shared_write_error(
+                f"x.{name}()", x, []
+            )  # examples would see each other's results
+        levels, root = find_mapped_levels(tensors), around[-1] if around else None
         found = []
-        for places in all_places(levels):  # in the order of the loop
-            with outside(root) if root is not None else nullcontext():
+        for places in iter_example_numbers(levels):  # in the order of the loop
+            with run_outside(root) if root is not None else nullcontext():
                 with functions_off():
-                    first, *rest = (example_of(t, places) for t in tensors)
+                    first, *rest = (select_example(t, places) for t in tensors)
                     first = first.clone()
                 found.append(method(first, *rest, function))  # visible to a recorder of calls
         if not levels:
             return x.copy_(found[0])
-        with functions_off(), outside(levels[0]):
-            out = back_in(torch.stack(found), levels)
+        with functions_off(), run_outside(levels[0]):
+            out = rewrap_examples(torch.stack(found), levels)
         return x.copy_(out)
 
     return call
@@ -66,13 +68,13 @@ def _entrywise(name: str) -> Any:
 
 def _is_shared_older(t: Any) -> bool:
     while isinstance(t, Wrapper):
-        if type(t) is Batched and (t.axis is not None or not t.older):
+        if type(t) is BatchedTensor and (t.axis is not None or not t.is_external):
             return False
         t = t.value
     return True
 
 
-def _levels() -> list[Any]:
+def _list_levels() -> list[Any]:
     """Return the levels that are running, the innermost first."""
     found, level = [], top()
     while level is not None:
@@ -81,4 +83,4 @@ def _levels() -> list[Any]:
     return found
 
 
-CALLS.update({getattr(Tensor, name): _entrywise(name) for name in ENTRYWISE})
+CALLS.update({getattr(Tensor, name): _make_apply(name) for name in ENTRYWISE})

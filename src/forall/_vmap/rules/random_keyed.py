@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._random import rejection
-from forall._vmap.registry import register
-from forall._vmap.rule_makers.basic import Stack, by_front, pointwise
+from forall._vmap.registry import register_rows
+from forall._vmap.rule_makers.basic import MappedStack, handle_pointwise, make_stack_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,36 +17,40 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def _entry_by_entry(op: Any) -> Callable:
-    @by_front
+def _make_pointwise_handler(op: Any) -> Callable:
+    @make_stack_handler
     def rule(size: int, *args: Any) -> Any:
-        ranks = [a.v.dim() - 1 if isinstance(a, Stack) else a.dim() for a in args if _has_rank(a)]
-        return op(*[_lined(a, max(ranks)) if isinstance(a, Stack) else a for a in args])
+        ranks = [
+            a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim() for a in args if _has_rank(a)
+        ]
+        return op(*[_pad_rank(a, max(ranks)) if isinstance(a, MappedStack) else a for a in args])
 
     return rule
 
 
 def _has_rank(a: Any) -> bool:
-    return isinstance(a, (Stack, Tensor))
+    return isinstance(a, (MappedStack, Tensor))
 
 
-def _lined(a: Stack, rank: int) -> Tensor:
+def _pad_rank(a: MappedStack, rank: int) -> Tensor:
     """Pad the rank of examples with leading ones: (B, *P) -> (B, 1, .., *P)."""
     return a.v.reshape(a.v.shape[0], *(1,) * (rank - a.v.dim() + 1), *a.v.shape[1:])
 
 
-register(
+register_rows(
     # They are pointwise, though torch does not tag them.
-    dict.fromkeys((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), pointwise)
+    dict.fromkeys(
+        (aten._standard_gamma_grad.default, aten._dirichlet_grad.default), handle_pointwise
+    )
 )
-register(
+register_rows(
     {
-        op: _entry_by_entry(op)
+        op: _make_pointwise_handler(op)
         for op in (
             torch.ops.forall.threefry2x32.default,
-            rejection.gamma,
-            rejection.poisson,
-            rejection.binomial,
+            rejection.gamma_operator,
+            rejection.poisson_operator,
+            rejection.binomial_operator,
         )
     }
 )

@@ -14,20 +14,20 @@ import torch
 from forall._compat import rng_state
 from forall._compat.private_api import DispatchKey, OpOverload
 from forall._compat.shapes import broadcast_shapes
-from forall._core.errors import columns
+from forall._core.errors import format_columns
 from forall._random import torch_ops
-from forall._random.key_scope import running
-from forall._vmap.batched_tensor import wrap
-from forall._vmap.mutation.in_place import writable
-from forall._vmap.registry import HANDLERS, SHARED, register
+from forall._random.key_scope import find_running_scope
+from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.mutation.in_place import get_writable_stack
+from forall._vmap.registry import HANDLERS, SHARED, register_rows
 from forall._vmap.rule_makers.basic import (
-    front,
+    count_example_dims,
+    expand_to_stack,
     is_mapped,
-    level_on,
-    lower,
-    rank_of,
-    stacked,
-    wrapped,
+    lower_shared,
+    move_to_front,
+    reenter_level,
+    wrap_results,
 )
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def refused(func: Any) -> RuntimeError:
+def make_randomness_error(func: Any) -> RuntimeError:
     name = func.overloadpacket.__name__
     return RuntimeError(
         f"vmap: {name} draws random numbers, and randomness='error' forbids that.\n"
-        + columns(
+        + format_columns(
             [
                 ("randomness='different'", "each example draws its own"),
                 ("randomness='same'", "one draw serves all examples"),
@@ -52,57 +52,57 @@ def refused(func: Any) -> RuntimeError:
     )
 
 
-def seeded(rule: Callable) -> Callable:
+def make_seeded_handler(rule: Callable) -> Callable:
     """Return a handler that refuses with randomness='error' and runs ``rule`` otherwise."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if level.randomness == "error":
-            raise refused(func)
+            raise make_randomness_error(func)
         return rule(level, func, args, kwargs)
 
     return handler
 
 
-def random(rules: dict[Any, Callable]) -> None:
+def register_random(rules: dict[Any, Callable]) -> None:
     """Register rules that also run if no argument is batched."""
-    rows = {op: seeded(rule) for op, rule in rules.items()}
-    register(rows)
+    rows = {op: make_seeded_handler(rule) for op, rule in rules.items()}
+    register_rows(rows)
     SHARED.update(rows)
 
 
 # --- in place ------------------------------------------------------------------------------------
 
 
-def _fill(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _draw_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run x.uniform_() and its like, which overwrite x with a draw."""
     x, *rest = args
     if level.randomness == "same" and not any(is_mapped(a, level) for a in rest):
-        rest = [lower(a, level) for a in rest]
+        rest = [lower_shared(a, level) for a in rest]
         if not is_mapped(x, level):
-            func(lower(x, level), *rest, **kwargs)
+            func(lower_shared(x, level), *rest, **kwargs)
             return x
-        target = writable(level, func, x, [])
+        target = get_writable_stack(level, func, x, [])
         one = target.new_empty(target.shape[1:])
         target.copy_(func(one, *rest, **kwargs))
         return x
-    target = writable(level, func, x, list(rest))
+    target = get_writable_stack(level, func, x, list(rest))
     if level.randomness == "same":  # bernoulli_(p) with a batched p
         drawn = torch.rand(target.shape[1:], device=target.device, **kwargs)
-        target.copy_(drawn < _lined(rest[0], target.dim() - 1, level))
+        target.copy_(drawn < _pad_rank(rest[0], target.dim() - 1, level))
     else:
-        func(target, *[_lined(a, target.dim() - 1, level) for a in rest], **kwargs)
+        func(target, *[_pad_rank(a, target.dim() - 1, level) for a in rest], **kwargs)
     return x
 
 
-def _lined(a: Any, rank: int, level: Any) -> Any:
+def _pad_rank(a: Any, rank: int, level: Any) -> Any:
     """Pad the rank of a batched argument: (B, *P) -> (B, 1, .., *P), to broadcast to (B, *S)."""
     if not is_mapped(a, level):
-        return lower(a, level)
-    v = front(a)
+        return lower_shared(a, level)
+    v = move_to_front(a)
     return v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
 
 
-random(
+register_random(
     dict.fromkeys(
         (
             aten.uniform_.default,
@@ -117,7 +117,7 @@ random(
             aten.bernoulli_.float,
             aten.bernoulli_.Tensor,
         ),
-        _fill,
+        _draw_in_place,
     )
 )
 
@@ -125,28 +125,28 @@ random(
 # --- new tensors ---------------------------------------------------------------------------------
 
 
-def made(place: int) -> Callable:
+def make_factory_rule(place: int) -> Callable:
     """Return the rule of a factory function whose argument number ``place`` is the size."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if level.randomness == "same":
-            return wrap(func(*args, **kwargs), None, level)
+            return wrap_stack(func(*args, **kwargs), None, level)
         args = (*args[:place], [level.size, *args[place]], *args[place + 1 :])
-        return wrap(func(*args, **kwargs), 0, level)
+        return wrap_stack(func(*args, **kwargs), 0, level)
 
     return rule
 
 
-def _like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _draw_like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Draw like x, whose shape, dtype and device alone are used."""
     x, *rest = args
     if any(is_mapped(a, level) for a in rest):  # randint_like(x, high) with a batched high
-        raise refused(func) from None
-    value = stacked(x, level)
+        raise make_randomness_error(func) from None
+    value = expand_to_stack(x, level)
     if level.randomness == "same":
         one = value.new_empty(value.shape[1:])
-        return wrap(func(one, *rest, **kwargs), None, level)
-    return wrap(func(value, *rest, **kwargs), 0, level)
+        return wrap_stack(func(one, *rest, **kwargs), None, level)
+    return wrap_stack(func(value, *rest, **kwargs), 0, level)
 
 
 def _permutation(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -154,29 +154,29 @@ def _permutation(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     options = {"dtype": torch.int64, **{k: v for k, v in kwargs.items() if v is not None}}
     if level.randomness == "same":
         drawn = aten.randperm.generator(n, generator=generator, **options)
-        return wrap(drawn, None, level)
+        return wrap_stack(drawn, None, level)
     # Ranks of doubles: two of them are equal too rarely to tell.
     keys = torch.rand(
         level.size, n, generator=generator, dtype=torch.float64, device=kwargs.get("device")
     )
-    return wrap(keys.argsort(1).to(options["dtype"]), 0, level)
+    return wrap_stack(keys.argsort(1).to(options["dtype"]), 0, level)
 
 
-random(
+register_random(
     {
-        aten.rand.default: made(0),
-        aten.rand.generator: made(0),
-        aten.randn.default: made(0),
-        aten.randn.generator: made(0),
-        aten.randint.default: made(1),
-        aten.randint.generator: made(1),
-        aten.randint.low: made(2),
-        aten.randint.low_generator: made(2),
-        aten.normal.float_float: made(2),
+        aten.rand.default: make_factory_rule(0),
+        aten.rand.generator: make_factory_rule(0),
+        aten.randn.default: make_factory_rule(0),
+        aten.randn.generator: make_factory_rule(0),
+        aten.randint.default: make_factory_rule(1),
+        aten.randint.generator: make_factory_rule(1),
+        aten.randint.low: make_factory_rule(2),
+        aten.randint.low_generator: make_factory_rule(2),
+        aten.normal.float_float: make_factory_rule(2),
         aten.randperm.default: _permutation,
         aten.randperm.generator: _permutation,
         **{
-            getattr(packet, name): _like
+            getattr(packet, name): _draw_like
             for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
             for name in packet.overloads()
             if "out" not in name and "Tensor" not in name
@@ -194,31 +194,31 @@ def _normal(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     given = [a for a in args if isinstance(a, Tensor)]
     shape = broadcast_shapes(*(a.shape for a in given))
     ours = any(is_mapped(a, level) for a in given)
-    mean, std = (_lined(a, len(shape), level) if isinstance(a, Tensor) else a for a in args)
+    mean, std = (_pad_rank(a, len(shape), level) if isinstance(a, Tensor) else a for a in args)
     head = mean if isinstance(mean, Tensor) else std
     several = level.randomness == "different"
     z = head.new_empty([level.size, *shape] if several else shape).normal_(**kwargs)
     if ours and not several:
         z = z.expand(level.size, *shape)
     out = torch.add(torch.mul(z, std), mean).to(head.dtype)
-    return wrap(out, 0 if ours or several else None, level)
+    return wrap_stack(out, 0 if ours or several else None, level)
 
 
-def _per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _draw_per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run one example after another, each from the same state of the generator."""
-    generator = rng_state.of((*args, *kwargs.values()))
+    generator = rng_state.find_generator((*args, *kwargs.values()))
     start = generator.get_state()
     outs = []
     for i in range(level.size):
         generator.set_state(start)
-        mine = [stacked(a, level)[i] if isinstance(a, Tensor) else a for a in args]
+        mine = [expand_to_stack(a, level)[i] if isinstance(a, Tensor) else a for a in args]
         outs.append(func(*mine, **kwargs))
     if isinstance(outs[0], tuple):
-        return tuple(wrap(torch.stack(o), 0, level) for o in zip(*outs, strict=True))
-    return wrap(torch.stack(outs), 0, level)
+        return tuple(wrap_stack(torch.stack(o), 0, level) for o in zip(*outs, strict=True))
+    return wrap_stack(torch.stack(outs), 0, level)
 
 
-def parametrised(draw: Callable) -> Callable:
+def make_distribution_rule(draw: Callable) -> Callable:
     """Return a rule made of ``draw(func, stacks, rest, kwargs)``, which draws for all examples."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -226,19 +226,19 @@ def parametrised(draw: Callable) -> Callable:
         rest = [a for a in args if not isinstance(a, Tensor)]
         mapped = any(is_mapped(a, level) for a in tensors)
         if level.randomness == "same" and not mapped:
-            out = func(*[lower(a, level) for a in args], **kwargs)
-            return wrapped(out, None, level)
+            out = func(*[lower_shared(a, level) for a in args], **kwargs)
+            return wrap_results(out, None, level)
         if level.randomness == "same" and level.size:
-            return _per_example(level, func, args, kwargs)
-        rank = max(rank_of(a, level) for a in tensors)
-        stacks = [stacked(a, level) for a in tensors]
+            return _draw_per_example(level, func, args, kwargs)
+        rank = max(count_example_dims(a, level) for a in tensors)
+        stacks = [expand_to_stack(a, level) for a in tensors]
         stacks = [v.reshape(v.shape[0], *(1,) * (rank + 1 - v.dim()), *v.shape[1:]) for v in stacks]
-        return wrapped(draw(func, stacks, rest, kwargs), 0, level)
+        return wrap_results(draw(func, stacks, rest, kwargs), 0, level)
 
     return rule
 
 
-def _entrywise(func: Any, stacks: list[Tensor], rest: list, kwargs: dict) -> Any:
+def _draw_pointwise(func: Any, stacks: list[Tensor], rest: list, kwargs: dict) -> Any:
     return func(*stacks, *rest, **kwargs)
 
 
@@ -254,31 +254,31 @@ def _dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return (x * mask / (1 - p), mask). Evaluation mode draws nothing."""
     x, p, train = args
     if train is False or p == 0:
-        with level_on(level):
+        with reenter_level(level):
             return aten.clone.default(x), aten.ones_like.default(x, dtype=torch.bool)
     if level.randomness == "error":
-        raise refused(func)
+        raise make_randomness_error(func)
     if level.randomness == "same":
-        value = stacked(x, level)
+        value = expand_to_stack(x, level)
         mask = value.new_empty(value.shape[1:], dtype=torch.bool).bernoulli_(1 - p)
         mask = mask.expand(value.shape)
         scale = 0.0 if p == 1 else 1 / (1 - p)
-        return wrap(value * mask * scale, 0, level), wrap(mask, 0, level)
-    return wrapped(func(stacked(x, level), p, train), 0, level)
+        return wrap_stack(value * mask * scale, 0, level), wrap_stack(mask, 0, level)
+    return wrap_results(func(expand_to_stack(x, level), p, train), 0, level)
 
 
-def _leaky(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _rrelu(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run rrelu, which keeps the drawn slope of each negative entry. Evaluation draws nothing."""
     x, noise, lower_, upper, training, *_ = (*args, *(0.125, 1 / 3, False)[len(args) - 2 :])
     given = {"generator": args[5]} if len(args) > 5 else kwargs
     in_place = func is aten.rrelu_with_noise_.default
-    with level_on(level):
+    with reenter_level(level):
         if not training:
             slope = (lower_ + upper) / 2
             out = aten.leaky_relu.default(x, slope)
         else:
             if level.randomness == "error":
-                raise refused(func)
+                raise make_randomness_error(func)
             drawn = aten.uniform_.default(aten.empty_like.default(noise), lower_, upper, **given)
             slopes = torch.where(x <= 0, drawn, 1.0)
             aten.copy_.default(noise, slopes)
@@ -288,21 +288,21 @@ def _leaky(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 _MAYBE = {
     aten.native_dropout.default: _dropout,
-    aten.rrelu_with_noise.default: _leaky,
-    aten.rrelu_with_noise_.default: _leaky,
+    aten.rrelu_with_noise.default: _rrelu,
+    aten.rrelu_with_noise_.default: _rrelu,
 }
-register(_MAYBE)
+register_rows(_MAYBE)
 SHARED.update(_MAYBE)
-random(
+register_random(
     {
         aten.normal.Tensor_float: _normal,
         aten.normal.float_Tensor: _normal,
         aten.normal.Tensor_Tensor: _normal,
-        aten.poisson.default: parametrised(_entrywise),
-        aten.binomial.default: parametrised(_entrywise),
-        aten._standard_gamma.default: parametrised(_entrywise),
-        aten._sample_dirichlet.default: parametrised(_entrywise),
-        aten.multinomial.default: parametrised(_multinomial),
+        aten.poisson.default: make_distribution_rule(_draw_pointwise),
+        aten.binomial.default: make_distribution_rule(_draw_pointwise),
+        aten._standard_gamma.default: make_distribution_rule(_draw_pointwise),
+        aten._sample_dirichlet.default: make_distribution_rule(_draw_pointwise),
+        aten.multinomial.default: make_distribution_rule(_multinomial),
     }
 )
 
@@ -310,20 +310,20 @@ random(
 # --- decompositions ----------------------------------------------------------------------------
 
 
-def _decomposed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _run_decomposition(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run torch's own decomposition, an in-place draw into a new buffer."""
-    with level_on(level):
+    with reenter_level(level):
         return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _bernoulli(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Draw with x as the probabilities, or in the shape of x with one p."""
     x, *p = args
-    with level_on(level):
+    with reenter_level(level):
         return aten.bernoulli_(aten.empty_like.default(x), *(p or [x]), **kwargs)
 
 
-random(
+register_random(
     {
         aten.bernoulli.default: _bernoulli,
         aten.bernoulli.Tensor: _bernoulli,
@@ -340,7 +340,7 @@ random(
                 getattr(aten.random, "from"),
                 aten.normal_functional.default,
             ),
-            _decomposed,
+            _run_decomposition,
         ),
     }
 )
@@ -349,28 +349,33 @@ random(
 # --- operators of other files that have dropout ------------------------------------------------
 
 
-def dropping_out(handler: Callable) -> Callable:
+def make_dropout_handler(handler: Callable) -> Callable:
     """Return a handler that obeys ``randomness`` if the operator's dropout probability is not 0."""
 
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         ours = any(is_mapped(a, level) for a in (*args, *kwargs.values()))
         if torch_ops.probability(func, args, kwargs):
             if level.randomness == "error":
-                raise refused(func)
+                raise make_randomness_error(func)
             if level.randomness == "same" and ours:
-                return _per_example(level, func, args, kwargs)
+                return _draw_per_example(level, func, args, kwargs)
             if level.randomness == "different" and not ours:
                 first, *rest = args
-                return handler(level, func, (wrap(stacked(first, level), 0, level), *rest), kwargs)
+                return handler(
+                    level,
+                    func,
+                    (wrap_stack(expand_to_stack(first, level), 0, level), *rest),
+                    kwargs,
+                )
         if ours:
             return handler(level, func, args, kwargs)
-        kwargs = {k: lower(a, level) for k, a in kwargs.items()}
-        return wrapped(func(*[lower(a, level) for a in args], **kwargs), None, level)
+        kwargs = {k: lower_shared(a, level) for k, a in kwargs.items()}
+        return wrap_results(func(*[lower_shared(a, level) for a in args], **kwargs), None, level)
 
     return handle
 
 
-def keyed(handler: Callable) -> Callable:
+def make_keyed_handler(handler: Callable) -> Callable:
     """Return a handler that draws with the key of the level's scope if there is one.
 
     The scope's draw is made of ordinary operators on examples, which the level batches. If no scope
@@ -381,12 +386,12 @@ def keyed(handler: Callable) -> Callable:
         scope = level.scope
         if (
             scope is None
-            or (level.active and running() is None)
-            or not torch_ops.draws(func, args, kwargs)
+            or (level.active and find_running_scope() is None)
+            or not torch_ops.has_draws(func, args, kwargs)
         ):
-            rng_state.note((*args, *kwargs.values()))
+            rng_state.record_draw((*args, *kwargs.values()))
             return handler(level, func, args, kwargs)
-        with level_on(level):
+        with reenter_level(level):
             return scope.draw(func, args, kwargs)
 
     return handle
@@ -396,5 +401,5 @@ for _op, _handler in list(HANDLERS.items()):  # the rules of other files, regist
     # reads tags alone: `facts` would parse the schema of every operator at import
     if isinstance(_op, OpOverload) and torch.Tag.nondeterministic_seeded in _op.tags:
         if _op not in SHARED:
-            SHARED[_op] = dropping_out(_handler)
-        SHARED[_op] = HANDLERS[_op] = keyed(SHARED[_op])
+            SHARED[_op] = make_dropout_handler(_handler)
+        SHARED[_op] = HANDLERS[_op] = make_keyed_handler(SHARED[_op])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from forall._core.axes import stacked_dim
-from forall._vmap.batched_tensor import wrap
-from forall._vmap.registry import DIRECT, HANDLERS, register
-from forall._vmap.rule_makers.along_dims import along, whole
-from forall._vmap.rule_makers.basic import by_front
+from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.registry import DIRECT, HANDLERS, register_rows
+from forall._vmap.rule_makers.along_dims import make_dim_handler, make_full_handler
+from forall._vmap.rule_makers.basic import make_stack_handler
 
 aten = torch.ops.aten
 
-register(
+register_rows(
     {
-        op: along(op)
+        op: make_dim_handler(op)
         for op in (
             aten.sum.dim_IntList,
             aten.mean.dim,
@@ -43,69 +43,69 @@ register(
             aten.kthvalue.default,
         )
     }
-    | {op: along(op, empty_is_all=False) for op in (aten.any.dims, aten.all.dims)}
+    | {op: make_dim_handler(op, empty_is_all=False) for op in (aten.any.dims, aten.all.dims)}
 )
 
 
-def over_list(op):
+def make_list_dim_handler(op):
     """Return a full reduction made of ``op(x, *args, dims)``, which takes a list of dims."""
 
     def rule(x, *args, **kwargs):
         return op(x, *args, [*range(1, x.dim())], **kwargs)
 
-    return whole(rule, flat=False)
+    return make_full_handler(rule, flat=False)
 
 
-def over_one(op):
+def make_one_dim_handler(op):
     """Return a full reduction made of ``op(x, dim, *args)``, which takes one dim."""
-    return whole(lambda x, *args, **kwargs: op(x, 1, *args, **kwargs))
+    return make_full_handler(lambda x, *args, **kwargs: op(x, 1, *args, **kwargs))
 
 
-def values(op):
+def make_values_handler(op):
     """Return a full reduction made of ``op(x, dim)``, which returns (values, indices)."""
-    return whole(lambda x: op(x, 1)[0])
+    return make_full_handler(lambda x: op(x, 1)[0])
 
 
-register(
+register_rows(
     {
-        aten.sum.default: over_list(aten.sum.dim_IntList),
-        aten.mean.default: over_list(aten.mean.dim),
-        aten.max.default: over_list(aten.amax.default),
-        aten.min.default: over_list(aten.amin.default),
-        aten.norm.Scalar: whole(lambda x, p=2: aten.norm.ScalarOpt_dim(x, p, [1])),
-        aten.norm.ScalarOpt_dtype: whole(
+        aten.sum.default: make_list_dim_handler(aten.sum.dim_IntList),
+        aten.mean.default: make_list_dim_handler(aten.mean.dim),
+        aten.max.default: make_list_dim_handler(aten.amax.default),
+        aten.min.default: make_list_dim_handler(aten.amin.default),
+        aten.norm.Scalar: make_full_handler(lambda x, p=2: aten.norm.ScalarOpt_dim(x, p, [1])),
+        aten.norm.ScalarOpt_dtype: make_full_handler(
             lambda x, p, *, dtype: aten.norm.ScalarOpt_dim_dtype(x, p, [1], False, dtype=dtype)
         ),
-        aten.prod.default: over_one(aten.prod.dim_int),
-        aten.any.default: over_one(aten.any.dim),
-        aten.all.default: over_one(aten.all.dim),
-        aten._aminmax.default: over_one(aten._aminmax.dim),
-        aten.median.default: values(aten.median.dim),
-        aten.nanmedian.default: values(aten.nanmedian.dim),
+        aten.prod.default: make_one_dim_handler(aten.prod.dim_int),
+        aten.any.default: make_one_dim_handler(aten.any.dim),
+        aten.all.default: make_one_dim_handler(aten.all.dim),
+        aten._aminmax.default: make_one_dim_handler(aten._aminmax.dim),
+        aten.median.default: make_values_handler(aten.median.dim),
+        aten.nanmedian.default: make_values_handler(aten.nanmedian.dim),
     }
 )
 
 
-def _dense_numbers(rule):
+def _make_dense_handler(rule):
     """Return a handler whose results of rank 0 are dense, as torch's sum of a sparse tensor is."""
 
     def handler(level, func, args, kwargs):
         out = rule(level, func, args, kwargs)
         if args[0].layout is torch.sparse_coo and not out.dim():
-            return wrap(out.value.to_dense(), out.axis, level)
+            return wrap_stack(out.value.to_dense(), out.axis, level)
         return out
 
     return handler
 
 
 for _op in (aten.sum.default, aten.sum.dim_IntList):
-    HANDLERS[_op] = _dense_numbers(HANDLERS[_op])
+    HANDLERS[_op] = _make_dense_handler(HANDLERS[_op])
 
 
 _DIMS = [[*range(1, rank)] for rank in range(65)]  # an example's dims in the batched tensor
 
 
-def one_of(whole_op, op):
+def make_sum_call(whole_op, op):
     """Return the direct rule of ``x.op()`` and ``x.op(dim, keepdim)``, with or without a dtype."""
 
     def rule(level, func, args, kwargs):
@@ -113,7 +113,7 @@ def one_of(whole_op, op):
             x = args[0]
             v = x.value
             if x.axis == 0 and v.layout is torch.strided and v.dim() > 1:
-                return wrap(func(v, _DIMS[v.dim()]), 0, level)
+                return wrap_stack(func(v, _DIMS[v.dim()]), 0, level)
             return HANDLERS[whole_op](level, whole_op, args, kwargs)
         given = {"dim", "keepdim"}.intersection(kwargs) | set(("dim", "keepdim")[: len(args) - 1])
         keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
@@ -137,10 +137,10 @@ for _name, _ops in {
     "mean": (aten.mean.default, aten.mean.dim),
 }.items():
     for _home in (torch, torch.Tensor):
-        DIRECT[getattr(_home, _name)] = one_of(*_ops)
+        DIRECT[getattr(_home, _name)] = make_sum_call(*_ops)
 
 
-def extreme(op):
+def make_extreme_call(op):
     """Return the direct rule of ``x.op(dim, keepdim)``; its operator takes a list of dims."""
 
     def rule(level, func, args, kwargs):
@@ -153,14 +153,14 @@ def extreme(op):
 
 for _name, _op in {"amax": aten.amax.default, "amin": aten.amin.default}.items():
     for _home in (torch, torch.Tensor):
-        DIRECT[getattr(_home, _name)] = extreme(_op)
+        DIRECT[getattr(_home, _name)] = make_extreme_call(_op)
 
 
-def all_or_one(op):
+def make_optional_dim_handler(op):
     """Return the handler of ``op(x, dim=None, keepdim=False)``: no dim reduces all entries."""
-    one = along(op)
+    one = make_dim_handler(op)
 
-    @by_front
+    @make_stack_handler
     def every(size, x, dim=None, keepdim=False):
         rank = x.v.dim() - 1
         out = op(x.v.flatten(1) if rank else x.v.unsqueeze(1), dim=1)
@@ -174,7 +174,7 @@ def all_or_one(op):
     return handler
 
 
-@by_front
+@make_stack_handler
 def _count_nonzero(size, x, dim=None):
     rank = x.v.dim() - 1
     dims = list(range(1, rank + 1)) if dim is None else [stacked_dim(dim, rank)]
@@ -183,16 +183,16 @@ def _count_nonzero(size, x, dim=None):
     return aten.count_nonzero.dim_IntList(x.v, dims)
 
 
-@by_front
+@make_stack_handler
 def _trace(size, x):
     return x.v.diagonal(0, 1, 2).sum(1)
 
 
-register(
+register_rows(
     {
-        aten.argmax.default: all_or_one(aten.argmax.default),
-        aten.argmin.default: all_or_one(aten.argmin.default),
-        aten.aminmax.default: all_or_one(aten.aminmax.default),
+        aten.argmax.default: make_optional_dim_handler(aten.argmax.default),
+        aten.argmin.default: make_optional_dim_handler(aten.argmin.default),
+        aten.aminmax.default: make_optional_dim_handler(aten.aminmax.default),
         aten.count_nonzero.default: _count_nonzero,
         aten.trace.default: _trace,
     }

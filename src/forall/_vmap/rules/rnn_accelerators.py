@@ -22,8 +22,8 @@ from forall._core.rnn_decompositions import (
     TANH,
     Layers,
 )
-from forall._vmap.registry import CALLS, register
-from forall._vmap.rule_makers.basic import level_on, loop
+from forall._vmap.registry import CALLS, register_rows
+from forall._vmap.rule_makers.basic import loop_and_stack, reenter_level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,14 +37,14 @@ def has_kernel(x: Tensor) -> bool:
     return not x.is_cpu
 
 
-def _layers(mode: int, before: Callable) -> Callable:
+def _make_layer_call(mode: int, before: Callable) -> Callable:
     """Return the override of a torch function for such layers, used if ``before`` declines."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         out = before(*args, **kwargs)
         if out is not NotImplemented or kwargs or not has_kernel(args[0]):
             return out
-        if not any(isinstance(t, Wrapper) for t in pytree.leaves(args)):
+        if not any(isinstance(t, Wrapper) for t in pytree.get_leaves(args)):
             return out
         x, sizes, *rest = args
         if isinstance(sizes, Tensor) and sizes.dim() == 1:
@@ -63,40 +63,40 @@ def _layers(mode: int, before: Callable) -> Callable:
     return answer
 
 
-def _for_examples(f: Callable) -> Callable:
+def _make_handler(f: Callable) -> Callable:
     """Return a handler that runs ``f``, which is made of ordinary operators."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        with level_on(level):
+        with reenter_level(level):
             return f(*args, **kwargs)
 
     return rule
 
 
-def _unless_dropped_out(rule: Callable, first: int) -> Callable:
+def _loop_with_dropout(rule: Callable, first: int) -> Callable:
     """Return a handler that runs ``rule``, but loops over the examples if there is dropout.
 
     ``first`` is the index of the arguments (num_layers, .., dropout, train).
     """
 
-    def checked(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    def run_unless_dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         count, _, dropout, train = args[first : first + 4]
         if rnn_decompositions.drops_out(count, dropout, train):
-            return loop(level, func, args, kwargs)
+            return loop_and_stack(level, func, args, kwargs)
         return rule(level, func, args, kwargs)
 
-    return checked
+    return run_unless_dropout
 
 
 def _cudnn(*args: Any) -> tuple:
-    out, h, c = rnn_decompositions.cudnn(*args)
+    out, h, c = rnn_decompositions.cudnn_rnn(*args)
     # The last two stand for the kernel's reserve and weight buffer, which are not read here.
     return out, h, c, out.new_empty(0, dtype=torch.uint8), out.new_empty(0)
 
 
 CALLS.update(
     {
-        call: _layers(mode, CALLS[call])
+        call: _make_layer_call(mode, CALLS[call])
         for call, mode in {
             torch.lstm: LSTM,
             torch.gru: GRU,
@@ -105,18 +105,18 @@ CALLS.update(
         }.items()
     }
 )
-register(
+register_rows(
     {
-        aten._cudnn_rnn.default: _unless_dropped_out(_for_examples(_cudnn), 9),
-        aten._cudnn_rnn_backward.default: _unless_dropped_out(
-            _for_examples(rnn_decompositions.cudnn_backward), 13
+        aten._cudnn_rnn.default: _loop_with_dropout(_make_handler(_cudnn), 9),
+        aten._cudnn_rnn_backward.default: _loop_with_dropout(
+            _make_handler(rnn_decompositions.cudnn_rnn_backward), 13
         ),
-        aten._thnn_fused_lstm_cell.default: _for_examples(rnn_decompositions.lstm_cell),
-        aten._thnn_fused_lstm_cell_backward_impl.default: _for_examples(
+        aten._thnn_fused_lstm_cell.default: _make_handler(rnn_decompositions.lstm_cell),
+        aten._thnn_fused_lstm_cell_backward_impl.default: _make_handler(
             rnn_decompositions.fused_lstm_cell_backward
         ),
-        aten._thnn_fused_gru_cell.default: _for_examples(rnn_decompositions.gru_cell),
-        aten._thnn_fused_gru_cell_backward.default: _for_examples(
+        aten._thnn_fused_gru_cell.default: _make_handler(rnn_decompositions.gru_cell),
+        aten._thnn_fused_gru_cell_backward.default: _make_handler(
             rnn_decompositions.fused_gru_cell_backward
         ),
     }

@@ -14,104 +14,106 @@ from typing import Any
 
 import torch
 
-from forall._vmap.batched_tensor import wrap
-from forall._vmap.registry import register
+from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
-    Stack,
-    by_front,
+    MappedStack,
+    expand_to_stack,
     is_mapped,
-    lower,
-    stacked,
-    wrapped,
+    lower_shared,
+    make_stack_handler,
+    wrap_results,
 )
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def _joined(a: Tensor, dim: int, level: Any) -> Tensor:
+def _fold_contiguous(a: Tensor, dim: int, level: Any) -> Tensor:
     """Fold the batch axis into ``dim``: (B, *S) -> *S with B * N at ``dim``, contiguous."""
-    return stacked(a, level).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    return expand_to_stack(a, level).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-def _layer(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _lstm_layer(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a layer on x (T, N, I), weights (4H, I) and (4H, H), biases (4H,), states (N, H)."""
     x, *params, h, c = args[:7]
     if not level.size or any(is_mapped(p, level) for p in params):
-        found = _in_other_words(level, func, args, kwargs)
-        return *found, wrap(torch.empty(0, dtype=torch.uint8), None, level)
-    given = (_joined(x, 1, level), *(lower(p, level).contiguous() for p in params))
-    states = (_joined(h, 0, level), _joined(c, 0, level))
+        found = _run_lstm(level, func, args, kwargs)
+        return *found, wrap_stack(torch.empty(0, dtype=torch.uint8), None, level)
+    given = (_fold_contiguous(x, 1, level), *(lower_shared(p, level).contiguous() for p in params))
+    states = (_fold_contiguous(h, 0, level), _fold_contiguous(c, 0, level))
     *outs, workspace = func(*given, *states, *args[7:])
     outs = [
-        wrap(o.unflatten(dim, (level.size, -1)), dim, level)
+        wrap_stack(o.unflatten(dim, (level.size, -1)), dim, level)
         for o, dim in zip(outs, (1, 0, 0), strict=True)
     ]
     # The workspace has no batch axis; only the fused backward could read it.
-    return *outs, wrapped(workspace, None, level)
+    return *outs, wrap_results(workspace, None, level)
 
 
-@by_front
-def _in_other_words(size, x, w, u, b, d, h, c, reverse, sizes, mode, hidden, layers, biases, *_):
-    stacks = [_precise(_stack(a, size)) for a in (x, h, c)]
-    w, u, b, d = ((p.v if isinstance(p, Stack) else p) for p in (w, u, b, d))
+@make_stack_handler
+def _run_lstm(size, x, w, u, b, d, h, c, reverse, sizes, mode, hidden, layers, biases, *_):
+    stacks = [_to_full_precision(_expand_stack(a, size)) for a in (x, h, c)]
+    w, u, b, d = ((p.v if isinstance(p, MappedStack) else p) for p in (w, u, b, d))
     x, h, c = stacks
-    given = _inputs(x, w, b, d, biases)
+    given = _compute_gates(x, w, b, d, biases)
     steps = given.unbind(1)
     outs = []
     for step in reversed(steps) if reverse else steps:
-        i, f, g, o = (step + h @ _precise(u).mT).chunk(4, -1)
+        i, f, g, o = (step + h @ _to_full_precision(u).mT).chunk(4, -1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
         outs.append(h)
     return tuple(a.to(w.dtype) for a in (torch.stack(outs[:: -1 if reverse else 1], 1), h, c))
 
 
-def _inputs(x: Tensor, w: Tensor, b: Tensor, d: Tensor, biases: bool) -> Tensor:
+def _compute_gates(x: Tensor, w: Tensor, b: Tensor, d: Tensor, biases: bool) -> Tensor:
     """Return the part of the gates that comes from x: (B, T, N, I) -> (B, T, N, 4H)."""
-    out = _by(x, w.mT)
+    out = _multiply(x, w.mT)
     if not biases:
         return out
-    b = _precise(b + d)
+    b = _to_full_precision(b + d)
     return out + (b.unsqueeze(1).unsqueeze(1) if b.dim() == 2 else b)
 
 
-def _by(x: Tensor, w: Tensor) -> Tensor:
+def _multiply(x: Tensor, w: Tensor) -> Tensor:
     """Multiply (B, T, N, I) with (B, I, O), or with an unbatched (I, O)."""
-    return (x.flatten(1, 2) @ _precise(w)).unflatten(1, x.shape[1:3])
+    return (x.flatten(1, 2) @ _to_full_precision(w)).unflatten(1, x.shape[1:3])
 
 
-def _stack(a: Any, size: int) -> Tensor:
-    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+def _expand_stack(a: Any, size: int) -> Tensor:
+    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
-def _precise(a: Tensor) -> Tensor:
+def _to_full_precision(a: Tensor) -> Tensor:
     """Convert half precision to float32, in which oneDNN keeps the state of such layers."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
 
 
-@by_front
-def _backward(
+@make_stack_handler
+def _lstm_layer_backward(
     size, x, w, u, b, d, h, c, y, hy, cy, gy, gh, gc, reverse, mode, hidden, layers, biases, *_
 ):
     given = (x, h, c, y, *(torch.zeros_like(h) if g is None else g for g in (gh, gc)))
-    dtype = (w.v if isinstance(w, Stack) else w).dtype
-    x, h, c, y, gh, gc = (_precise(_stack(a, size)) for a in given)
-    gy = torch.zeros_like(y) if gy is None else _precise(_stack(gy, size))
-    w, u, b, d = ((p.v if isinstance(p, Stack) else p) for p in (w, u, b, d))
+    dtype = (w.v if isinstance(w, MappedStack) else w).dtype
+    x, h, c, y, gh, gc = (_to_full_precision(_expand_stack(a, size)) for a in given)
+    gy = torch.zeros_like(y) if gy is None else _to_full_precision(_expand_stack(gy, size))
+    w, u, b, d = ((p.v if isinstance(p, MappedStack) else p) for p in (w, u, b, d))
     if reverse:
         x, y, gy = x.flip(1), y.flip(1), gy.flip(1)
     before = torch.cat([h.unsqueeze(1), y[:, :-1]], 1)
-    gates = _inputs(x, w, b, d, biases) + _by(before, u.mT)
-    by_gate, gh, gc = _through_time(gates, c, _precise(u), gy, gh, gc)
+    gates = _compute_gates(x, w, b, d, biases) + _multiply(before, u.mT)
+    by_gate, gh, gc = _pull_through_time(gates, c, _to_full_precision(u), gy, gh, gc)
     rows = by_gate.flatten(1, 2)
-    gx = _by(by_gate, w)
+    gx = _multiply(by_gate, w)
     gb = rows.sum(1)
     found = (rows.mT @ x.flatten(1, 2), rows.mT @ before.flatten(1, 2), gb, gb, gh, gc)
     return tuple(a.to(dtype) for a in (gx.flip(1) if reverse else gx, *found))
 
 
-def _through_time(gates: Tensor, c: Tensor, u: Tensor, gy: Tensor, gh: Tensor, gc: Tensor) -> tuple:
+def _pull_through_time(
+    gates: Tensor, c: Tensor, u: Tensor, gy: Tensor, gh: Tensor, gc: Tensor
+) -> tuple:
     """Return the cotangents of the gates (B, T, N, 4H) and of the initial states."""
     i, f, g, o = gates.chunk(4, -1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
@@ -133,9 +135,9 @@ def _through_time(gates: Tensor, c: Tensor, u: Tensor, gy: Tensor, gh: Tensor, g
     return torch.stack(found[::-1], 1), gh, gc
 
 
-register(
+register_rows(
     {
-        aten.mkldnn_rnn_layer.default: _layer,
-        aten.mkldnn_rnn_layer_backward.default: _backward,
+        aten.mkldnn_rnn_layer.default: _lstm_layer,
+        aten.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
     }
 )

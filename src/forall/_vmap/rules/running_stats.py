@@ -16,8 +16,12 @@ from torch.nn import functional as F
 from forall._compat.devices import PASSES_ON
 from forall._compat.dispatch_state import functions_off
 from forall._compat.private_api import BATCH_NORM
-from forall._vmap.function_mode import Sharing
-from forall._vmap.mutation.pending_updates import average, is_shared_older, noting_level
+from forall._vmap.function_mode import VmapFunctionMode
+from forall._vmap.mutation.pending_updates import (
+    find_logging_level,
+    is_shared_external,
+    update_average,
+)
 from forall._vmap.registry import CALLS
 from forall._vmap.rule_makers.basic import is_mapped
 
@@ -29,27 +33,27 @@ Tensor = torch.Tensor
 
 def _float(counter: Tensor) -> Any:
     """Override float(num_batches_tracked), which the module calls right before batch_norm."""
-    level = noting_level()
-    if level is None or not _asked_by(BATCH_NORM):
+    level = find_logging_level()
+    if level is None or not _is_called_from(BATCH_NORM):
         return NotImplemented
-    if not (is_shared_older(counter, level) or is_mapped(counter, level)):
+    if not (is_shared_external(counter, level) or is_mapped(counter, level)):
         return NotImplemented
     level.counted = counter
     return 1.0
 
 
-def _asked_by(code: CodeType) -> bool:
+def _is_called_from(code: CodeType) -> bool:
     """True if the overridden API call was made by code ``code``."""
     frame = sys._getframe(2)
     while frame is not None and (
-        frame.f_globals.get("__name__") == Sharing.__module__ or frame.f_code is PASSES_ON
+        frame.f_globals.get("__name__") == VmapFunctionMode.__module__ or frame.f_code is PASSES_ON
     ):
         frame = frame.f_back
     return frame is not None and frame.f_code is code
 
 
 def _batch_norm(x: Tensor, running_mean: Any, running_var: Any, *args: Any, **kwargs: Any) -> Any:
-    level = noting_level()
+    level = find_logging_level()
     counter = None if level is None else level.counted
     if counter is None:
         return NotImplemented
@@ -59,8 +63,8 @@ def _batch_norm(x: Tensor, running_mean: Any, running_var: Any, *args: Any, **kw
         out = F.batch_norm(x, *own, *args, **kwargs)  # momentum 1: own are the batch's statistics
         with torch.no_grad():
             for running, batch in zip((running_mean, running_var), own, strict=True):
-                if is_shared_older(running, level):
-                    average(running, batch, counter)
+                if is_shared_external(running, level):
+                    update_average(running, batch, counter)
                 else:
                     running.add_((batch - running) / counter)
     return out

@@ -5,34 +5,34 @@ from __future__ import annotations
 import torch
 
 from forall._core.axes import stacked_dim
-from forall._vmap.registry import register
-from forall._vmap.rule_makers.along_dims import along
-from forall._vmap.rule_makers.basic import Stack, by_front
+from forall._vmap.registry import register_rows
+from forall._vmap.rule_makers.along_dims import make_dim_handler
+from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
 
 aten = torch.ops.aten
 
 
-@by_front
-def _masked(size, x, mask, dim=None, mask_type=None):
-    v = x.v if isinstance(x, Stack) else x.expand(size, *x.shape)
-    m = _mask_of(v, mask, mask_type)
+@make_stack_handler
+def _masked_softmax(size, x, mask, dim=None, mask_type=None):
+    v = x.v if isinstance(x, MappedStack) else x.expand(size, *x.shape)
+    m = _expand_mask(v, mask, mask_type)
     return aten._masked_softmax.default(
         v, m, stacked_dim(-1 if dim is None else dim, v.dim() - 1), 2
     )
 
 
-@by_front
-def _masked_backward(size, g, out, mask, dim=None):
+@make_stack_handler
+def _masked_softmax_backward(size, g, out, mask, dim=None):
     """Return the gradient: masked entries are zero in it and in the sum along ``dim``."""
-    g, out = (a.v if isinstance(a, Stack) else a.expand(size, *a.shape) for a in (g, out))
-    dim, mask = stacked_dim(-1 if dim is None else dim, out.dim() - 1), _mask_of(out, mask, 2)
+    g, out = (a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape) for a in (g, out))
+    dim, mask = stacked_dim(-1 if dim is None else dim, out.dim() - 1), _expand_mask(out, mask, 2)
     out = torch.where(mask, 0, out)
     return aten._softmax_backward_data.default(g, out, dim, out.dtype)
 
 
-def _mask_of(v, mask, mask_type):
+def _expand_mask(v, mask, mask_type):
     """Expand a mask to (B, N, H, L, L): type 0 is (L, L), type 1 is (N, L), type 2 is full."""
-    m = mask.v if isinstance(mask, Stack) else mask.unsqueeze(0)
+    m = mask.v if isinstance(mask, MappedStack) else mask.unsqueeze(0)
     if mask_type == 0:
         m = m[:, None, None]
     elif mask_type == 1:
@@ -40,19 +40,19 @@ def _mask_of(v, mask, mask_type):
     return m.expand(v.shape)
 
 
-register(
+register_rows(
     {
-        op: along(op)
+        op: make_dim_handler(op)
         for op in (aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
     }
     | {
-        op: along(op, tensors=2)
+        op: make_dim_handler(op, tensors=2)
         for op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
     }
     | {
-        aten._masked_softmax.default: _masked,
-        aten._masked_softmax_backward.default: _masked_backward,
-        aten.glu_jvp.default: along(aten.glu_jvp.default, tensors=3),
-        aten.glu_backward_jvp.default: along(aten.glu_backward_jvp.default, tensors=5),
+        aten._masked_softmax.default: _masked_softmax,
+        aten._masked_softmax_backward.default: _masked_softmax_backward,
+        aten.glu_jvp.default: make_dim_handler(aten.glu_jvp.default, tensors=3),
+        aten.glu_backward_jvp.default: make_dim_handler(aten.glu_backward_jvp.default, tensors=5),
     }
 )

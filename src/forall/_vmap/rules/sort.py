@@ -4,49 +4,56 @@ from __future__ import annotations
 
 import torch
 
-from forall._vmap.memory_layout import asks_first, expanded_inside
-from forall._vmap.registry import register
-from forall._vmap.rule_makers.along_dims import along
-from forall._vmap.rule_makers.basic import Stack, by_front
+from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
+from forall._vmap.registry import register_rows
+from forall._vmap.rule_makers.along_dims import make_dim_handler
+from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
 
 aten = torch.ops.aten
 
-register(
-    {op: asks_first(along(op), expanded_inside) for op in (aten.sort.default, aten.sort.stable)}
+register_rows(
+    {
+        op: keep_example_layout(make_dim_handler(op), is_expanded_inside)
+        for op in (aten.sort.default, aten.sort.stable)
+    }
 )
-register({aten.topk.default: along(aten.topk.default)})
+register_rows({aten.topk.default: make_dim_handler(aten.topk.default)})
 
 
-def _dtype_of(a):
-    return a.v.dtype if isinstance(a, Stack) else a.dtype
+def _get_dtype(a):
+    return a.v.dtype if isinstance(a, MappedStack) else a.dtype
 
 
-def _stack(a, size):
-    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+def _expand_stack(a, size):
+    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
-def _number_promoted(row, x):
+def _promote_number(row, x):
     """Return x, and the dtype that the examples promote to if their batched tensors would not.
 
     An example of rank 0 promotes less than its batched tensor does.
     """
-    if isinstance(x, Stack) and x.v.dim() == 1 and x.v.dtype != _dtype_of(row):
+    if isinstance(x, MappedStack) and x.v.dim() == 1 and x.v.dtype != _get_dtype(row):
         number = torch.empty((), dtype=x.v.dtype, device="meta")
-        common = torch.result_type(torch.empty(1, dtype=_dtype_of(row), device="meta"), number)
-        return Stack(x.v.to(common)), common
+        common = torch.result_type(torch.empty(1, dtype=_get_dtype(row), device="meta"), number)
+        return MappedStack(x.v.to(common)), common
     return x, None
 
 
-@by_front
-def _searchsorted(size, rows, x, *, sorter=None, **kwargs):
+@make_stack_handler
+def _batch_searchsorted(size, rows, x, *, sorter=None, **kwargs):
     """Search x (B, *S) in rows (B, N), or x (B, *K, M) in rows (B, *K, N)."""
-    x, common = _number_promoted(rows, x)
+    x, common = _promote_number(rows, x)
     if common is not None:
-        rows = Stack(rows.v.to(common)) if isinstance(rows, Stack) else rows.to(common)
-    if not isinstance(rows, Stack) and not isinstance(sorter, Stack) and rows.dim() == 1:
+        rows = MappedStack(rows.v.to(common)) if isinstance(rows, MappedStack) else rows.to(common)
+    if (
+        not isinstance(rows, MappedStack)
+        and not isinstance(sorter, MappedStack)
+        and rows.dim() == 1
+    ):
         return aten.searchsorted.Tensor(rows, x.v.contiguous(), sorter=sorter, **kwargs)
-    rows, x = _stack(rows, size), _stack(x, size)
-    sorter = None if sorter is None else _stack(sorter, size).contiguous()
+    rows, x = _expand_stack(rows, size), _expand_stack(x, size)
+    sorter = None if sorter is None else _expand_stack(sorter, size).contiguous()
     shape = x.shape
     if rows.dim() == 2:
         x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
@@ -54,16 +61,16 @@ def _searchsorted(size, rows, x, *, sorter=None, **kwargs):
     return out.view(shape)
 
 
-@by_front
+@make_stack_handler
 def _search_number(size, rows, number, *, sorter=None, **kwargs):
     """Search a Python number in the row of each example."""
-    rows = _stack(rows, size).contiguous()
+    rows = _expand_stack(rows, size).contiguous()
     x = torch.full((size, 1), number, dtype=torch.result_type(rows, number), device=rows.device)
-    sorter = None if sorter is None else _stack(sorter, size).contiguous()
+    sorter = None if sorter is None else _expand_stack(sorter, size).contiguous()
     return aten.searchsorted.Tensor(rows, x, sorter=sorter, **kwargs).squeeze(1)
 
 
-def _swapped(rule):
+def _make_swapped_handler(rule):
     """Return a handler with swapped operands: bucketize(x, y) is searchsorted(y, x)."""
 
     def handler(level, func, args, kwargs):
@@ -72,11 +79,11 @@ def _swapped(rule):
     return handler
 
 
-register(
+register_rows(
     {
-        aten.searchsorted.Tensor: _searchsorted,
+        aten.searchsorted.Tensor: _batch_searchsorted,
         aten.searchsorted.Scalar: _search_number,
-        aten.bucketize.Tensor: _swapped(_searchsorted),
-        aten.bucketize.Scalar: _swapped(_search_number),
+        aten.bucketize.Tensor: _make_swapped_handler(_batch_searchsorted),
+        aten.bucketize.Scalar: _make_swapped_handler(_search_number),
     }
 )

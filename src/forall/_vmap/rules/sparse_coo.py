@@ -11,17 +11,17 @@ import torch
 
 from forall._compat.dispatch_state import no_dispatch
 from forall._compat.private_api import SPARSE_SUM
-from forall._core.errors import data_dependent
+from forall._core.errors import data_dependent_error
 from forall._core.sparse_operands import COMPRESSING
-from forall._vmap.batched_tensor import Batched, wrap
-from forall._vmap.concretize import told
-from forall._vmap.registry import CALLS, register
+from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
+from forall._vmap.concretize import concretize_for_user
+from forall._vmap.registry import CALLS, register_rows
 from forall._vmap.rule_makers.basic import (
-    front,
+    expand_to_stack,
     is_mapped,
-    level_on,
-    lower,
-    stacked,
+    lower_shared,
+    move_to_front,
+    reenter_level,
 )
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def _coordinates(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _make_coo(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Build (B, *sizes) from indices (B, D, N) and values (B, N, *S)."""
     sparse, dense, sizes, indices, values = args
-    i, v = (stacked(a, level) for a in (indices, values))
+    i, v = (expand_to_stack(a, level) for a in (indices, values))
     which = torch.arange(len(i), device=i.device).view(-1, 1, 1).expand(-1, 1, i.shape[2])
     i = torch.cat([which, i], 1).movedim(0, 1).flatten(1)  # (1 + D, B * N)
     out = func(sparse + 1, dense, [len(v), *sizes], i, v.flatten(0, 1), **kwargs)
-    return wrap(out, 0, level)
+    return wrap_stack(out, 0, level)
 
 
 def _to_sparse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -46,24 +46,24 @@ def _to_sparse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     x, how = args[0], {**kwargs}
     dims = args[1] if len(args) > 1 else x.dim() - (how.pop("dense_dim", None) or 0)
     if how.get("layout") not in {None, torch.sparse_coo}:
-        raise _no_stack(how["layout"])
-    return wrap(front(x).to_sparse(dims + 1), 0, level)
+        raise _make_layout_error(how["layout"])
+    return wrap_stack(move_to_front(x).to_sparse(dims + 1), 0, level)
 
 
-def _on_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    return wrap(func(args[0].value, *args[1:], **kwargs), args[0].axis, level)
+def _run_on_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    return wrap_stack(func(args[0].value, *args[1:], **kwargs), args[0].axis, level)
 
 
 def _is_coalesced(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
-    return func(lower(args[0], level))
+    return func(lower_shared(args[0], level))
 
 
-def _mask(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _sparse_mask(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return the entries of dense examples at the indices of sparse ones."""
     x, mask = args
     if not is_mapped(mask, level) or mask.axis:
-        raise _no_stack("sparse, where the mask is the same for all")
-    return wrap(func(stacked(x, level), mask.value, **kwargs), 0, level)
+        raise _make_layout_error("sparse, where the mask is the same for all")
+    return wrap_stack(func(expand_to_stack(x, level), mask.value, **kwargs), 0, level)
 
 
 def _values(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -72,15 +72,15 @@ def _values(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     which = x._indices()[0]
     counts = which.bincount(minlength=level.size)
     if args[0].axis or bool((which.diff() < 0).any() | (counts != counts[:1]).any()):
-        raise _no_stack("sparse, whose values do not come in equal numbers,")
-    return wrap(func(x).unflatten(0, (level.size, -1)), 0, level)
+        raise _make_layout_error("sparse, whose values do not come in equal numbers,")
+    return wrap_stack(func(x).unflatten(0, (level.size, -1)), 0, level)
 
 
 def _addmm(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return beta * x + alpha * (a @ b), without reading x if beta is 0."""
     x, a, b = args
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
-    with level_on(level):
+    with reenter_level(level):
         out = aten.mm.default(a, b)
         out = out if alpha == 1 else aten.mul.Tensor(out, alpha)
         return aten.add.Tensor(out, x, alpha=beta) if beta else out
@@ -88,12 +88,12 @@ def _addmm(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _sum(x: Any, dim: Any = None, dtype: Any = None) -> Any:
     """Sum all entries of each example, through a dense tensor."""
-    if type(x) is not Batched or dim is not None or x.layout is not torch.sparse_coo:
+    if type(x) is not BatchedTensor or dim is not None or x.layout is not torch.sparse_coo:
         return NotImplemented
     return x.to_dense().sum(dtype=dtype)
 
 
-def _in_coordinates(
+def _sparse_coo_tensor(
     indices: Any, values: Any = None, *size: Any, check_invariants: Any = None, **how: Any
 ) -> Any:
     """Override ``torch.sparse_coo_tensor``, which infers the size from the indices in C++."""
@@ -105,61 +105,61 @@ def _in_coordinates(
     indices, values = (a if isinstance(a, Tensor) else torch.tensor(a) for a in (indices, values))
     if indices.dim() != 2 or not indices.numel():
         return NotImplemented
-    size = _size(indices, values.shape[1:], size, checks)
+    size = _infer_size(indices, values.shape[1:], size, checks)
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=False, **how)
 
 
-def _size(indices: Tensor, dense: Any, size: tuple, checks: bool) -> torch.Size:
+def _infer_size(indices: Tensor, dense: Any, size: tuple, checks: bool) -> torch.Size:
     """Return the size that torch infers, or raise torch's error.
 
     Torch gets entries at the corners of the bounding box of all indices.
     """
     low, high = indices.amin(1).clamp_max(0), indices.amax(1)  # low is checked not to be negative
-    box = told(torch.stack([low, high], 1), _differs)
+    box = concretize_for_user(torch.stack([low, high], 1), _make_size_error)
     with no_dispatch():
         zeros = torch.zeros(2, *dense, device=box.device)
         return torch.sparse_coo_tensor(box, zeros, *size, check_invariants=checks).shape
 
 
-def _differs() -> Exception:
-    return data_dependent("torch.sparse_coo_tensor without a size", "Give it the size.")
+def _make_size_error() -> Exception:
+    return data_dependent_error("torch.sparse_coo_tensor without a size", "Give it the size.")
 
 
-def _no_stack(layout: Any) -> NotImplementedError:
+def _make_layout_error(layout: Any) -> NotImplementedError:
     return NotImplementedError(
         f"vmap: the examples of a tensor of layout {layout} have no stack.\n"
         "Use torch.sparse_coo_tensor or x.to_sparse(), in coordinates, or convert outside vmap."
     )
 
 
-def _refused(layout: Any) -> Callable:
+def _make_refusing_handler(layout: Any) -> Callable:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        raise _no_stack(layout)
+        raise _make_layout_error(layout)
 
     return handler
 
 
-def _compressed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    raise _no_stack(kwargs["layout"])
+def _refuse_compressed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    raise _make_layout_error(kwargs["layout"])
 
 
-register(
+register_rows(
     {
-        **dict.fromkeys(COMPRESSING, _compressed),
-        aten.to_mkldnn.default: _refused("torch._mkldnn"),
-        aten._to_sparse_csr.default: _refused("torch.sparse_csr"),
-        aten._to_sparse_csc.default: _refused("torch.sparse_csc"),
-        aten._to_sparse_bsr.default: _refused("torch.sparse_bsr"),
-        aten._to_sparse_bsc.default: _refused("torch.sparse_bsc"),
-        aten._sparse_coo_tensor_with_dims_and_tensors.default: _coordinates,
+        **dict.fromkeys(COMPRESSING, _refuse_compressed),
+        aten.to_mkldnn.default: _make_refusing_handler("torch._mkldnn"),
+        aten._to_sparse_csr.default: _make_refusing_handler("torch.sparse_csr"),
+        aten._to_sparse_csc.default: _make_refusing_handler("torch.sparse_csc"),
+        aten._to_sparse_bsr.default: _make_refusing_handler("torch.sparse_bsr"),
+        aten._to_sparse_bsc.default: _make_refusing_handler("torch.sparse_bsc"),
+        aten._sparse_coo_tensor_with_dims_and_tensors.default: _make_coo,
         aten._to_sparse.default: _to_sparse,
         aten._to_sparse.sparse_dim: _to_sparse,
-        aten._to_dense.default: _on_stack,
-        aten._coalesce.default: _on_stack,
+        aten._to_dense.default: _run_on_stack,
+        aten._coalesce.default: _run_on_stack,
         aten._values.default: _values,
         aten.is_coalesced.default: _is_coalesced,
-        aten.sparse_mask.default: _mask,
+        aten.sparse_mask.default: _sparse_mask,
         aten._sparse_addmm.default: _addmm,
     }
 )
-CALLS.update({SPARSE_SUM: _sum, torch.sparse_coo_tensor: _in_coordinates})
+CALLS.update({SPARSE_SUM: _sum, torch.sparse_coo_tensor: _sparse_coo_tensor})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from forall._vmap.registry import SHARED, register
+from forall._vmap.registry import SHARED, register_rows
 from forall._vmap.rule_makers.basic import (
+    expand_to_stack,
     is_mapped,
-    lower,
-    stacked,
-    wrapped,
+    lower_shared,
+    wrap_results,
 )
 
 aten = torch.ops.aten
@@ -17,12 +17,12 @@ _IMPL = aten._sparse_mm_reduce_impl.default
 _BACKWARD = aten._sparse_mm_reduce_impl_backward.default
 
 
-def _columns(x, level):
+def _fold_into_columns(x, level):
     """Fold the batch axis into the columns: (B, K, N) -> (K, B * N)."""
-    return stacked(x, level).movedim(0, 1).flatten(1)
+    return expand_to_stack(x, level).movedim(0, 1).flatten(1)
 
 
-def _product(level, func, args, kwargs):
+def _sparse_mm_reduce(level, func, args, kwargs):
     """Return (M, K) @ (K, B * N) as (M, B, N), and the indices of the extremes likewise.
 
     The kernel records these indices only if an argument requires grad. The example may require
@@ -30,22 +30,26 @@ def _product(level, func, args, kwargs):
     """
     a, b, how = args
     mapped = is_mapped(b, level)
-    b = (_columns(b, level) if mapped else lower(b, level)).detach().requires_grad_()
+    b = (
+        (_fold_into_columns(b, level) if mapped else lower_shared(b, level))
+        .detach()
+        .requires_grad_()
+    )
     with torch.enable_grad():
-        found = func(lower(a, level), b, how)
+        found = func(lower_shared(a, level), b, how)
     if not mapped:
-        return wrapped(found, None, level)
-    return tuple(_examples(y, level) for y in found)
+        return wrap_results(found, None, level)
+    return tuple(_unfold_columns(y, level) for y in found)
 
 
-def _examples(columns, level):
+def _unfold_columns(columns, level):
     """Undo the fold of (M, B * N). The indices of extremes are empty for a sum."""
     if columns.dim() < 2:
-        return wrapped(columns, None, level)
-    return wrapped(columns.unflatten(1, (level.size, -1)), 1, level)
+        return wrap_results(columns, None, level)
+    return wrap_results(columns.unflatten(1, (level.size, -1)), 1, level)
 
 
-def _pulled(level, func, args, kwargs):
+def _sparse_mm_reduce_backward(level, func, args, kwargs):
     """Return the gradient of the dense argument; a per-example sparse gradient is refused."""
     a, g, b, how, places, (sparse, dense) = args
     if sparse:
@@ -53,11 +57,11 @@ def _pulled(level, func, args, kwargs):
             "vmap: the gradient of each example with respect to a sparse matrix that all share.\n"
             "Take it of the values, or of a dense matrix: a.to_dense()."
         )
-    given = [_columns(x, level) for x in (g, b)]
-    at = _columns(places, level) if places.dim() == 2 else lower(places, level)
-    _, found = func(lower(a, level), *given, how, at, [sparse, dense])
-    return None, _examples(found, level)
+    given = [_fold_into_columns(x, level) for x in (g, b)]
+    at = _fold_into_columns(places, level) if places.dim() == 2 else lower_shared(places, level)
+    _, found = func(lower_shared(a, level), *given, how, at, [sparse, dense])
+    return None, _unfold_columns(found, level)
 
 
-register({_IMPL: _product, _BACKWARD: _pulled})
-SHARED[_IMPL] = _product
+register_rows({_IMPL: _sparse_mm_reduce, _BACKWARD: _sparse_mm_reduce_backward})
+SHARED[_IMPL] = _sparse_mm_reduce

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from forall._vmap.registry import register
-from forall._vmap.rule_makers.basic import Stack, by_front
+from forall._vmap.registry import register_rows
+from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def over_images(func: Any, rank: int, *, alone: bool = True, sized: int | None = None):
+def make_image_handler(func: Any, rank: int, *, alone: bool = True, sized: int | None = None):
     """Return the handler of ``func`` on images of ``rank`` dims, N not counted.
 
     ``alone``: True if it takes an image without N. ``sized``: the index of an argument that lists
@@ -25,11 +25,11 @@ def over_images(func: Any, rank: int, *, alone: bool = True, sized: int | None =
     """
 
     def rule(size, *args):
-        r = rank_of(args[0])
+        r = get_image_rank(args[0])
         if r != rank + 1 and not (alone and r == rank):
-            return func(*map(example, args))  # the operator raises the error
+            return func(*map(get_first_example, args))  # the operator raises the error
         join = r == rank + 1
-        args = [_joined(a, size, join) for a in args]
+        args = [_fold_images(a, size, join) for a in args]
         if sized is not None:
             args[sized] = [size * args[sized][0], *args[sized][1:]]
         out = func(*args)
@@ -39,15 +39,15 @@ def over_images(func: Any, rank: int, *, alone: bool = True, sized: int | None =
             return out.unflatten(0, (size, -1))
         return tuple(None if o is None else o.unflatten(0, (size, -1)) for o in out)
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-def rank_of(a: Stack | Tensor) -> int:
-    return a.v.dim() - 1 if isinstance(a, Stack) else a.dim()
+def get_image_rank(a: MappedStack | Tensor) -> int:
+    return a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim()
 
 
-def _joined(a: Any, size: int, join: bool) -> Any:
-    if isinstance(a, Stack):
+def _fold_images(a: Any, size: int, join: bool) -> Any:
+    if isinstance(a, MappedStack):
         a = a.v
     elif isinstance(a, Tensor):
         a = a.expand(size, *a.shape)
@@ -58,9 +58,9 @@ def _joined(a: Any, size: int, join: bool) -> Any:
     return a if a.is_floating_point() or a.is_complex() else a.contiguous()
 
 
-def example(a: Any) -> Any:
+def get_first_example(a: Any) -> Any:
     """The first example of a batched argument."""
-    return a.v[0] if isinstance(a, Stack) else a
+    return a.v[0] if isinstance(a, MappedStack) else a
 
 
 _POOLS = {
@@ -100,33 +100,33 @@ _RESIZES = {
 }
 
 
-def _default(name: str) -> list:
+def _find_default(name: str) -> list:
     """Return the operator's default overload in a list, empty in a torch version that lacks it."""
     return [getattr(aten, name).default] if hasattr(aten, name) else []
 
 
-register(
+register_rows(
     {
-        op: over_images(op, rank)
+        op: make_image_handler(op, rank)
         for rank, names in _POOLS.items()
         for name in names
-        for op in _default(name) + _default(f"{name}_backward")
+        for op in _find_default(name) + _find_default(f"{name}_backward")
     }
 )
-register(
+register_rows(
     {
-        op: over_images(op, rank, alone=False, sized=sized)
+        op: make_image_handler(op, rank, alone=False, sized=sized)
         for rank, names in _RESIZES.items()
         for name in names
         for op, sized in [
-            *((op, None) for op in _default(name)),
-            *((op, 2) for op in _default(f"{name}_backward")),
+            *((op, None) for op in _find_default(name)),
+            *((op, 2) for op in _find_default(f"{name}_backward")),
         ]
     }
 )
-register(
+register_rows(
     {
-        op: over_images(op, rank, alone=False)
+        op: make_image_handler(op, rank, alone=False)
         for rank, ops in {
             3: (
                 aten.grid_sampler_2d.default,
@@ -138,41 +138,41 @@ register(
         for op in ops
     }
 )
-register(
+register_rows(
     {
-        aten.affine_grid_generator.default: over_images(
+        aten.affine_grid_generator.default: make_image_handler(
             aten.affine_grid_generator.default, 2, alone=False, sized=1
         )
     }
 )
 
 
-def _fractional(func: Any, rank: int):
+def _make_fractional_handler(func: Any, rank: int):
     """Return the handler of a fractional pooling.
 
     The kernel uses the first N of the random samples (M, C, D), or the first if there is no N.
     """
 
     def rule(size, x, kernel, output, samples):
-        join = rank_of(x) == rank + 1
-        x = _joined(x, size, join)
-        samples = _joined(samples, size, False)[:, : x.shape[0] // size if join else 1]
+        join = get_image_rank(x) == rank + 1
+        x = _fold_images(x, size, join)
+        samples = _fold_images(samples, size, False)[:, : x.shape[0] // size if join else 1]
         outs = func(x, kernel, output, samples.flatten(0, 1))
         return tuple(o.unflatten(0, (size, -1)) for o in outs) if join else outs
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-register(
+register_rows(
     {
-        op: _fractional(op, rank)
+        op: _make_fractional_handler(op, rank)
         for op, rank in (
             (aten.fractional_max_pool2d.default, 3),
             (aten.fractional_max_pool3d.default, 4),
         )
     }
     | {
-        op: over_images(op, rank)
+        op: make_image_handler(op, rank)
         for op, rank in (
             (aten.fractional_max_pool2d_backward.default, 3),
             (aten.fractional_max_pool3d_backward.default, 4),
@@ -184,23 +184,28 @@ register(
 # --- operators on channels --------------------------------------------------------------------
 
 
-def _leading(func: Any):
+def _make_channel_handler(func: Any):
     """Return the handler of an operator on (*, C, H, W), which takes any leading dims."""
 
     def rule(size, x, factor):
         return func(x.v if x.v.dim() > 3 else x.v[0], factor)
 
-    return by_front(rule)
+    return make_stack_handler(rule)
 
 
-register({op: _leading(op) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)})
+register_rows(
+    {
+        op: _make_channel_handler(op)
+        for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
+    }
+)
 
 
-@by_front
+@make_stack_handler
 def _channel_shuffle(size, x, groups):
     if x.v.dim() < 4:
         return aten.channel_shuffle.default(x.v[0], groups)
     return aten.channel_shuffle.default(x.v.flatten(0, 1), groups).unflatten(0, (size, -1))
 
 
-register({aten.channel_shuffle.default: _channel_shuffle})
+register_rows({aten.channel_shuffle.default: _channel_shuffle})

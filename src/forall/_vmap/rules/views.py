@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.axes import axis_without, past, wrap_dim
-from forall._vmap.batched_tensor import derive, line_up, same
-from forall._vmap.memory_layout import is_inside
-from forall._vmap.registry import VIEW_CALLS, VIEWS, register
-from forall._vmap.rule_makers.basic import VIEWERS, view
+from forall._core.axes import axis_after_removal, shift_past_axis, wrap_dim
+from forall._vmap.batched_tensor import alias_call, derive_view, lay_out_separately
+from forall._vmap.memory_layout import is_axis_inside
+from forall._vmap.registry import VIEW_CALLS, VIEWS, register_rows
+from forall._vmap.rule_makers.basic import VIEWERS, make_view_handler
 
 aten = torch.ops.aten
 
@@ -28,19 +28,23 @@ def _detach(v, axis):
 
 
 def _select(v, axis, dim, index):
-    dim = past(wrap_dim(dim, v.dim() - 1), axis)
-    return v.select(dim, index), axis_without(axis, dim)
+    dim = shift_past_axis(wrap_dim(dim, v.dim() - 1), axis)
+    return v.select(dim, index), axis_after_removal(axis, dim)
 
 
 def _slice(v, axis, dim=0, start=None, end=None, step=1):
-    return aten.slice.Tensor(v, past(wrap_dim(dim, v.dim() - 1), axis), start, end, step), axis
+    return aten.slice.Tensor(
+        v, shift_past_axis(wrap_dim(dim, v.dim() - 1), axis), start, end, step
+    ), axis
 
 
 def _transpose(v, axis, dim0, dim1):
     r = v.dim() - 1
     if r == 0:
         return v, axis
-    return v.transpose(past(wrap_dim(dim0, r), axis), past(wrap_dim(dim1, r), axis)), axis
+    return v.transpose(
+        shift_past_axis(wrap_dim(dim0, r), axis), shift_past_axis(wrap_dim(dim1, r), axis)
+    ), axis
 
 
 def _t(v, axis):
@@ -49,7 +53,7 @@ def _t(v, axis):
 
 def _permute(v, axis, dims):
     r = v.dim() - 1
-    order = [past(wrap_dim(d, r), axis) for d in dims]
+    order = [shift_past_axis(wrap_dim(d, r), axis) for d in dims]
     return (v.permute([*order, axis]), r) if axis else (v.permute([0, *order]), 0)
 
 
@@ -65,7 +69,7 @@ def _movedim(v, axis, source, destination):
 
 
 def _narrow(v, axis, dim, start, length):
-    return v.narrow(past(wrap_dim(dim, v.dim() - 1), axis), start, length), axis
+    return v.narrow(shift_past_axis(wrap_dim(dim, v.dim() - 1), axis), start, length), axis
 
 
 def _unsqueeze(v, axis, dim):
@@ -81,7 +85,9 @@ def _squeeze_dims(v, axis, dims):
     r = v.dim() - 1
     if isinstance(dims, int):
         dims = [dims]
-    gone = [d for d in (past(wrap_dim(d, r), axis) for d in dims) if r and v.shape[d] == 1]
+    gone = [
+        d for d in (shift_past_axis(wrap_dim(d, r), axis) for d in dims) if r and v.shape[d] == 1
+    ]
     return v.squeeze(gone), axis - sum(d < axis for d in gone)
 
 
@@ -94,21 +100,21 @@ def _expand(v, axis, size, *, implicit=False):
             f"expand: {v.dim() - 1} dims of the tensor do not fit the {len(size)} sizes {size}"
         )
     v = v.reshape(v.shape[0], *(1,) * new, *v.shape[1:]) if new else v
-    return _placed(v.expand(v.shape[0], *size))
+    return _move_axis_inside(v.expand(v.shape[0], *size))
 
 
-def _placed(v):
+def _move_axis_inside(v):
     """Move the batch axis last if it is not the outermost in memory: see `layouts`."""
-    return (v.movedim(0, -1), v.dim() - 1) if is_inside(v, 0) else (v, 0)
+    return (v.movedim(0, -1), v.dim() - 1) if is_axis_inside(v, 0) else (v, 0)
 
 
 def _view(v, axis, size):
     v = v.movedim(axis, 0) if axis else v
-    out = aten.view.default(v, [v.shape[0], *_sizes(size, v)])
-    return _placed(out) if axis else (out, 0)
+    out = aten.view.default(v, [v.shape[0], *_infer_sizes(size, v)])
+    return _move_axis_inside(out) if axis else (out, 0)
 
 
-def _sizes(size, v):
+def _infer_sizes(size, v):
     """Replace -1 in the sizes, computed from one example, as B may be 0."""
     size = list(size)
     if -1 in size:
@@ -130,23 +136,23 @@ def _diagonal(v, axis, offset=0, dim1=0, dim2=1):
     r = v.dim() - 1
     v = v.movedim(axis, 0)
     out = v.diagonal(offset, wrap_dim(dim1, r) + 1, wrap_dim(dim2, r) + 1)
-    return _placed(out) if axis else (out, 0)
+    return _move_axis_inside(out) if axis else (out, 0)
 
 
 def _unfold(v, axis, dim, size, step):
     r = v.dim() - 1
     if r == 0:  # a number unfolds into one window of one entry
         return v.unsqueeze(-1).unfold(-1, size, step).squeeze(-2), axis
-    return v.unfold(past(wrap_dim(dim, r), axis), size, step), axis
+    return v.unfold(shift_past_axis(wrap_dim(dim, r), axis), size, step), axis
 
 
 def _split(v, axis, size, dim=0):
-    return v.split(size, past(wrap_dim(dim, v.dim() - 1), axis)), axis
+    return v.split(size, shift_past_axis(wrap_dim(dim, v.dim() - 1), axis)), axis
 
 
 def _unbind(v, axis, dim=0):
-    dim = past(wrap_dim(dim, v.dim() - 1), axis)
-    return v.unbind(dim), axis_without(axis, dim)
+    dim = shift_past_axis(wrap_dim(dim, v.dim() - 1), axis)
+    return v.unbind(dim), axis_after_removal(axis, dim)
 
 
 def _conj(v, axis):
@@ -162,7 +168,7 @@ def _view_as_real(v, axis):
 
 
 def _view_as_complex(v, axis):
-    return _placed(torch.view_as_complex(v.movedim(axis, 0)))
+    return _move_axis_inside(torch.view_as_complex(v.movedim(axis, 0)))
 
 
 def _view_dtype(v, axis, dtype):
@@ -207,31 +213,36 @@ ROWS = {
 VIEWS.update(ROWS)
 
 
-def _lined_up(rule):
+def _make_retrying_handler(rule):
     """Return a handler that retries a failed view after making each example contiguous."""
-    handler = view(rule)
+    handler = make_view_handler(rule)
 
     def handle(level, func, args, kwargs):
         try:
             return handler(level, func, args, kwargs)
         except RuntimeError:
             x = args[0]
-            if not x.older:
-                line_up(x)
+            if not x.is_external:
+                lay_out_separately(x)
             elif level.active:  # an example alone cannot be viewed so either
                 raise
             else:  # a cotangent, which nothing else refers to
-                x = derive(x, x.value.movedim(x.axis, 0).contiguous(), 0, same)
+                x = derive_view(x, x.value.movedim(x.axis, 0).contiguous(), 0, alias_call)
             return handler(level, func, (x, *args[1:]), kwargs)
 
     VIEWERS.add(handle)
     return handle
 
 
-register({op: _lined_up(rule) if op in _IN_MEMORY else view(rule) for op, rule in ROWS.items()})
+register_rows(
+    {
+        op: _make_retrying_handler(rule) if op in _IN_MEMORY else make_view_handler(rule)
+        for op, rule in ROWS.items()
+    }
+)
 
 
-def strided(x, size, stride, storage_offset=None):
+def make_strided_view(x, size, stride, storage_offset=None):
     """Return the view function of as_strided, whose offset is counted in one example's memory."""
     delta = 0 if storage_offset is None else storage_offset - x.storage_offset()
 
@@ -249,9 +260,9 @@ def strided(x, size, stride, storage_offset=None):
 
 def _as_strided(level, func, args, kwargs):
     x = args[0]
-    call = strided(x, *args[1:], **kwargs)
-    return derive(x, *call(x.value, x.axis), call)
+    call = make_strided_view(x, *args[1:], **kwargs)
+    return derive_view(x, *call(x.value, x.axis), call)
 
 
-register({aten.as_strided.default: _as_strided})
-VIEW_CALLS[aten.as_strided.default] = strided
+register_rows({aten.as_strided.default: _as_strided})
+VIEW_CALLS[aten.as_strided.default] = make_strided_view
