@@ -12,6 +12,7 @@ from forall._api import argument_checks, dynamo_call
 from forall._api.execution.auto_replay import call_or_replay, can_replay, collect_options
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level
+from forall._autodiff.dual_tensor import make_dual, unpack_dual
 from forall._compat import (
     functorch_interop,
     profiler,
@@ -182,7 +183,7 @@ def _wrap_dual(p: torch.Tensor, t: torch.Tensor, level: jvp_level.JvpLevel) -> t
         with level:
             return replace_rows(p, rows)
     below = level.born_in
-    return jvp_level.make_dual(lift(unwrap_posed(p), below), lift(unwrap_posed(t), below), level)
+    return make_dual(lift(unwrap_posed(p), below), lift(unwrap_posed(t), below), level)
 
 
 def unpack_result(
@@ -194,7 +195,7 @@ def unpack_result(
             rows = y.values()
         primal, tangent = unpack_result(rows, level)
         return replace_rows(y, primal), None if tangent is None else replace_rows(y, tangent)
-    primal, tangent = jvp_level.unpack_dual(unwrap_posed(level.replace_outer_arg(y)), level)
+    primal, tangent = unpack_dual(unwrap_posed(level.replace_outer_arg(y)), level)
     return restore_users_class(replace_escaped(primal), y), tangent
 
 

@@ -18,6 +18,7 @@ from forall._api.execution.auto_replay import (
 from forall._api.jvp import detach_results, run_on_duals
 from forall._api.typing import R, Ts
 from forall._autodiff import jvp_level, reverse_mode
+from forall._autodiff.dual_tensor import make_dual
 from forall._autodiff.linear_tape import (
     LinearProgram,
     TapeLevel,
@@ -200,7 +201,7 @@ def _record_tangents(
         here = [lift(unwrap_posed(p), below) for p in flat]
         seeds = [torch.zeros_like(p) for p in here]
         duals = [
-            restore_users_class(jvp_level.make_dual(p, make_tape(seed, slot, tapes), level), given)
+            restore_users_class(make_dual(p, make_tape(seed, slot, tapes), level), given)
             for slot, (p, seed, given) in enumerate(zip(here, seeds, flat, strict=True))
         ]
         try:

@@ -12,6 +12,7 @@ from forall._api.argnums import DiffLeaves
 from forall._api.execution.auto_replay import make_replayable
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level, reverse_mode
+from forall._autodiff.dual_tensor import make_dual, unpack_dual
 from forall._compat import (
     functorch_interop,
     profiler,
@@ -255,7 +256,7 @@ class GraphPullback:
 
 def _pull_back_duals(pull: Callable[[list], list], duals: list, level: jvp_level.JvpLevel) -> list:
     """Apply a linear ``pull`` to values of a jvp level: to the primals, and to the tangents."""
-    pairs = [jvp_level.unpack_dual(d, level) for d in duals]
+    pairs = [unpack_dual(d, level) for d in duals]
     primals = pull([p for p, _ in pairs])
     tangents = pull([torch.zeros_like(p) if t is None else t for p, t in pairs])
-    return [jvp_level.make_dual(p, t, level) for p, t in zip(primals, tangents, strict=True)]
+    return [make_dual(p, t, level) for p, t in zip(primals, tangents, strict=True)]

@@ -52,7 +52,7 @@ class ExpressionRewriter(ast.NodeTransformer):
             case ast.BoolOp():
                 return self._rewrite_lazy(node, "both_test", "either_test", self.rewrite_test)
             case ast.UnaryOp(op=ast.Not()):
-                return expr("F.negated_test(A)", node, A=self.rewrite_test(node.operand))
+                return expr("F.negate_test(A)", node, A=self.rewrite_test(node.operand))
             case _:
                 return self.visit(node)
 
@@ -85,7 +85,7 @@ class ExpressionRewriter(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         if isinstance(node.op, ast.Not):
-            return expr("F.negated(A)", node, A=self.rewrite_test(node.operand))
+            return expr("F.negate_value(A)", node, A=self.rewrite_test(node.operand))
         if (whole := self._fuse_operators(node)) is not None:
             return whole
         self.generic_visit(node)
@@ -106,7 +106,10 @@ class ExpressionRewriter(ast.NodeTransformer):
         self.whole = True
         names = [f"__{n}__" for n in range(len(found.operands))]
         made = expr(
-            "F.fused(A, B)", node, A=make_lambda(names, body), B=make_lambda([FRAME, *names], slow)
+            "F.run_fused(A, B)",
+            node,
+            A=make_lambda(names, body),
+            B=make_lambda([FRAME, *names], slow),
         )
         made.args += [self.visit(operand) for operand in found.operands]
         return made
@@ -119,7 +122,7 @@ class ExpressionRewriter(ast.NodeTransformer):
         constants = [isinstance(s, ast.Constant) for s in (node.left, node.right)]
         name = _OPERATORS.get(type(node.op))
         if isinstance(node.op, ast.Add):
-            name = "add" if any(constants) else "added"
+            name = "add" if any(constants) else "binary_add"
         if name is None or all(constants):
             return node
         return expr(f"F.{name}(A, B)", node, A=node.left, B=node.right)
@@ -130,7 +133,7 @@ class ExpressionRewriter(ast.NodeTransformer):
             self._rewrite_delayed(node.body, self.visit),
             self._rewrite_delayed(node.orelse, self.visit),
         )
-        return expr("F.chosen(TEST, A, B)", node, TEST=test, A=a, B=b)
+        return expr("F.evaluate_if_exp(TEST, A, B)", node, TEST=test, A=a, B=b)
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         if (whole := self._fuse_operators(node)) is not None:
@@ -209,14 +212,14 @@ class ExpressionRewriter(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self.scope.may_be_unbound and isinstance(node.ctx, ast.Load):
-            return expr("F.bound(A)", node, A=node)
+            return expr("F.check_bound(A)", node, A=node)
         return node
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
         node.value = self.visit(node.value)
         if node.target.id in self.scope.names.noted:
             reader = make_thunk(ast.copy_location(ast.Name(node.target.id, ast.Load()), node))
-            node.value = expr("F.noting(READER, V)", node, READER=reader, V=node.value)
+            node.value = expr("F.note_cell_before(READER, V)", node, READER=reader, V=node.value)
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:

@@ -63,7 +63,7 @@ class StatementRewriter:
         return [made for node in nodes for made in self.rewrite_statement(node)]
 
     def rewrite_statement(self, node: ast.stmt) -> list[ast.stmt]:
-        rewrite = getattr(self, f"_{type(node).__name__.lower()}", None)
+        rewrite = getattr(self, f"_rewrite_{type(node).__name__.lower()}", None)
         if rewrite is None:
             raise CannotConvert(f"a statement of kind {type(node).__name__}", node)
         e = ExpressionRewriter(self.scope)
@@ -202,7 +202,7 @@ class StatementRewriter:
         source = e.visit(node.iter)
         kept = isinstance(node.iter, (ast.Name, ast.Attribute, ast.Subscript))
         if kept and getattr(node.iter, "id", "") != ITERABLE:
-            source = expr("F.many_times(A)", node.iter, A=source)
+            source = expr("F.refuse_iterator(A)", node.iter, A=source)
         plain = all(isinstance(n, (ast.Name, ast.Tuple, ast.List, ast.Starred, ast.expr_context))
                     for n in ast.walk(node.target))  # fmt: skip
         first: list[ast.stmt] = []
@@ -247,11 +247,11 @@ class StatementRewriter:
         return stmts("return VALUE", node, VALUE=value)
 
     def _rewrite_break(self, node: ast.Break, e: ExpressionRewriter) -> list[ast.stmt]:
-        text = "LOOP.broke(F.locals() if F.apart else None)\nbreak"
+        text = "LOOP.note_break(F.locals() if F.apart else None)\nbreak"
         return stmts(text, node, LOOP=self.loops[-1])
 
     def _rewrite_continue(self, node: ast.Continue, e: ExpressionRewriter) -> list[ast.stmt]:
-        text = "LOOP.continued(F.locals() if F.apart else None)\nbreak"
+        text = "LOOP.note_continue(F.locals() if F.apart else None)\nbreak"
         return stmts(text, node, LOOP=self.loops[-1])
 
     def _rewrite_with(self, node: ast.With, e: ExpressionRewriter) -> list[ast.stmt]:
@@ -314,7 +314,7 @@ class StatementRewriter:
     ) -> list[ast.stmt]:
         """Rewrite ``a, x.b = value``: names are bound first, then other targets from the left."""
         if not isinstance(value, ast.Tuple):
-            value = expr("F.unpacked(V)", value, V=value)
+            value = expr("F.unpack_items(V)", value, V=value)
         later = []
         for n, part in enumerate(target.elts):
             inner = part.value if isinstance(part, ast.Starred) else part
@@ -346,20 +346,20 @@ class StatementRewriter:
         before = self._log_old_values(target, node)
         if isinstance(target, ast.Name):
             old = ast.copy_location(ast.Name(target.id, ast.Load()), target)
-            new = expr("F.updated(OP, A, B)", node, OP=op, A=old, B=value)
+            new = expr("F.update_in_place(OP, A, B)", node, OP=op, A=old, B=value)
             return [*before, ast.copy_location(ast.Assign([target], new), node)]
         owner = self.scope.make_name("owner")
         made = stmts("OWNER = X", node, OWNER=owner, X=e.visit(target.value))
         if isinstance(target, ast.Attribute):
             old = expr("OWNER", node, OWNER=owner)
             old = ast.copy_location(ast.Attribute(old, target.attr, ast.Load()), target)
-            new = expr("F.updated(OP, A, B)", node, OP=op, A=old, B=value)
+            new = expr("F.update_in_place(OP, A, B)", node, OP=op, A=old, B=value)
             name = make_constant(self.scope.mangle_name(target.attr), target)
             return made + stmts("F.store_attr(V, X, N)", node, V=new, X=owner, N=name)
         key = self.scope.make_name("key")
         made += stmts("KEY = K", node, KEY=key, K=e.rewrite_key(target.slice))
         old = expr("F.item(X, K)", node, X=owner, K=key)
-        new = expr("F.updated(OP, A, B)", node, OP=op, A=old, B=value)
+        new = expr("F.update_in_place(OP, A, B)", node, OP=op, A=old, B=value)
         return made + stmts("F.store_item(V, X, K)", node, V=new, X=owner, K=key)
 
     def _rewrite_delete(self, node: ast.Delete, e: ExpressionRewriter) -> list[ast.stmt]:
@@ -368,7 +368,9 @@ class StatementRewriter:
             match target:
                 case ast.Name():
                     name = ast.copy_location(ast.Name(target.id, ast.Load()), target)
-                    made += stmts("F.bound(NAME)", node, NAME=name)  # for all examples that run
+                    made += stmts(
+                        "F.check_bound(NAME)", node, NAME=name
+                    )  # for all examples that run
                     made += self._log_old_values(target, node)
                     made.append(ast.copy_location(ast.Delete([target]), node))
                 case ast.Attribute():

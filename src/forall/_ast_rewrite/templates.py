@@ -27,7 +27,7 @@ if IF.parted:
 IF, IF_ELSE = _YES + _MET, _YES + _NO + _MET
 WHILE = """
 LOOP = F.loop()
-while LOOP.test(TEST) or (LOOP.parting and LOOP.part(F.locals())):
+while LOOP.test(TEST) or (LOOP.parting and LOOP.drop_failed(F.locals())):
     for TRIP in F.once:
         BODY
     AGAIN
@@ -35,7 +35,7 @@ FINISH
 """
 FOR = """
 LOOP = F.loop()
-ITEMS = LOOP.over(IT)
+ITEMS = LOOP.iterate_items(IT)
 if LOOP.varying:
     LOOP.note(F.locals())
 for TARGET in ITEMS:
@@ -47,7 +47,7 @@ for TARGET in ITEMS:
 FINISH
 """
 AT_ONCE = """
-DONE = F.at_once(SITE, TEST, YES, NO, JOINS, F.locals())
+DONE = F.run_predicated_if(SITE, TEST, YES, NO, JOINS, F.locals())
 if DONE is None:
     APART
 else:
@@ -69,14 +69,14 @@ def NAME():
 AGAIN = """
 if LOOP.waiting:
     REJOIN
-if F.dead and not LOOP.revived():
+if F.dead and not LOOP.has_next_round():
     break
 """
 FINISH = """
 if LOOP.apart:
     MEET
 else:
-    LOOP.done()
+    LOOP.close_uniform()
 """
 FINISH_ELSE = """
 if LOOP.apart:
@@ -86,7 +86,7 @@ for TRIP in LOOP.normal:
 if LOOP.apart:
     MEET
 else:
-    LOOP.done()
+    LOOP.close_uniform()
 """
 LEAVE = """
 VALUE = RESULT

@@ -231,7 +231,7 @@ def get_users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 _LINEARIZE = torch.func.linearize.__code__
-_TRANSFORMS = f"{Path(__file__).parents[1] / '_transforms'}{os.sep}"
+_API = f"{Path(__file__).parents[1] / '_api'}{os.sep}"
 
 
 def _is_tracing_linearize(frame: Any) -> bool:
@@ -254,7 +254,7 @@ def refuse_inside_linearize() -> None:
 
 def _refuse_linearize() -> None:
     if _called_by(_is_tracing_linearize) and _called_by(
-        lambda frame: frame.f_code.co_filename.startswith(_TRANSFORMS)
+        lambda frame: frame.f_code.co_filename.startswith(_API)
     ):
         raise NotImplementedError(
             "torch.func.linearize: called inside a transform of forall.\n"

@@ -25,7 +25,18 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 
 # Attributes of wrappers that belong to forall.
 OURS = frozenset(
-    {"axis", "came", "chain", "family", "left", "level", "narrowed", "older", "peels", "read"}
+    {
+        "axis",
+        "chain",
+        "family",
+        "left",
+        "level",
+        "is_external",
+        "narrowed",
+        "read",
+        "records_on_value",
+        "source_version",
+    }
     | {"counts", "depth", "held", "make_it", "add_up", "parts", "slot", "value", "whole"}
 )
 

@@ -452,7 +452,9 @@ def is_recorded_on_value(tensor: torch.Tensor) -> bool:
     while isinstance(tensor, Wrapper):
         if tensor.level.records_on_value:
             return True
-        known = vars(tensor).get("peels")  # a lazy tensor's; reading its value would materialize it
+        known = vars(tensor).get(
+            "records_on_value"
+        )  # a lazy tensor's; reading its value would materialize it
         if known is not None:
             return known
         tensor = tensor.value

@@ -61,7 +61,7 @@ def _find_stdlib_folders() -> tuple[str, ...]:
     import sysconfig  # four milliseconds of `import forall`
 
     found = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-    return (*{*found, __file__.rsplit("/_lanes/", 1)[0]},)
+    return (*{*found, __file__.rsplit("/_divergence/", 1)[0]},)
 
 
 @functools.cache

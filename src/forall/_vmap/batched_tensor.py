@@ -310,7 +310,7 @@ def derive_view(
     family = own["family"] = get_alias_family(base)
     own["chain"] = (*base.chain, call)
     if base.is_external:
-        own["older"], own["came"] = True, base.source_version
+        own["is_external"], own["source_version"] = True, base.source_version
     family.add(view)
     return view
 

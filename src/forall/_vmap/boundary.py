@@ -208,7 +208,10 @@ def _wrap_shared(tensor: torch.Tensor, level: VmapLevel) -> BatchedTensor:
 def _mark_external(b: BatchedTensor, tensor: torch.Tensor, free: torch.Tensor) -> BatchedTensor:
     """Mark ``b`` as a tensor from outside; ``free`` is that tensor without history."""
     own: Any = b.__dict__
-    own["older"], own["came"] = True, VersionCount(tensor if isinstance(tensor, Wrapper) else free)
+    own["is_external"], own["source_version"] = (
+        True,
+        VersionCount(tensor if isinstance(tensor, Wrapper) else free),
+    )
     return b
 
 

@@ -30,7 +30,7 @@ from torch.nn import Module
 from forall._api import dynamo_call
 from forall._api.chunk_size import Chunks
 from forall._api.execution import fresh_closures
-from forall._compat import exception_safety, functorch_interop, profiler
+from forall._compat import functorch_interop, profiler
 from forall._compat.dispatch_state import count_dispatch_modes
 from forall._compat.trace_modes import is_pre_dispatch_tracing
 from forall._compat.transform_call import call_transform
@@ -52,7 +52,14 @@ _LOOKED_AT_AGAIN = 256  # calls after which a function with side effects is read
 _MOST = 16  # transforms of one function that are counted together
 _RECORDS = tuple(  # the modules that record and replay, with all they import
     f"forall._jit.{name}"
-    for name in ("recorder", "guards", "purity", "passes", "recording", "replay")
+    for name in (
+        "tracing.tracer",
+        "guards.build",
+        "auto.purity",
+        "passes.pipeline",
+        "tracing.trace_call",
+        "auto.policy",
+    )
 )
 _AT_ONCE = 0.02  # seconds of one call that go into importing these
 
@@ -81,7 +88,7 @@ class Calls:
         if replays is None and config.now.replay == "check":
             replays = self._make_replays(func, eager)
         if replays is not None:
-            instead = functools.partial(exception_safety.call, eager, func, *args, **kwargs)
+            instead = functools.partial(call_transform, eager, func, *args, **kwargs)
             return replays.run((given, *args) if given else args, kwargs, instead)
         start = perf_counter()
         result = call_transform(eager, func, *args, **kwargs)

@@ -99,7 +99,7 @@ class LazyGrad(BatchedTensor):
 
 
 _set_class = vars(object)["__class__"].__set__  # wrappers show another class than theirs
-_UNMADE = ("make_it", "add_up", "counts", "held", "peels", "depth", "parts")
+_UNMADE = ("make_it", "add_up", "counts", "held", "records_on_value", "depth", "parts")
 
 
 def _copy_to_strides(shown: Tensor, made: BatchedTensor) -> tuple[Tensor, int | None]:
