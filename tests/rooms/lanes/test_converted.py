@@ -89,7 +89,7 @@ def caught(x):
 def test_a_refusal_says_where_and_why():
     TOY["use_toy"]()
     refused = runtime.convert(caught)
-    assert isinstance(refused, runtime.Refused)
+    assert isinstance(refused, runtime.Refusal)
     assert refused.reason == "try .. except"
     line = caught.__code__.co_firstlineno + 1
     assert refused.place == f"{__file__}:{line}"

@@ -37,7 +37,7 @@ class World:
     def __or__(self, other):
         return World(set(self.ids) | set(other.ids))
 
-    def united(self, others):
+    def unite_all(self, others):
         return World(set(self.ids).union(*(other.ids for other in others)))
 
     def __eq__(self, other) -> bool:
@@ -192,19 +192,19 @@ class Number:
     def __class__(self):
         return self.kind
 
-    def one(self):
+    def concretize(self):
         return one_of(self.tensor)
 
     def __bool__(self) -> bool:
         return bool(one_of(Number(V(rows_of(self) != 0, STATE.world)).tensor))
 
     def __index__(self) -> int:
-        return int(self.one())
+        return int(self.concretize())
 
     __int__ = __index__
 
     def __float__(self) -> float:
-        return float(self.one())
+        return float(self.concretize())
 
     def __repr__(self) -> str:
         return f"Number({self.tensor})"

@@ -251,7 +251,7 @@ def test_numbers_that_agree_are_one_number():
     assert each([0.5, 0.5], lambda n: bool(math.sqrt(n) == math.sqrt(0.5))) is True
     assert each([2, 3], lambda n: bool(n)) is True
     assert each([2.1, 2.9], int) == 2
-    assert each([0.0, -0.0], lambda n: n == 0).one() is True
+    assert each([0.0, -0.0], lambda n: n == 0).concretize() is True
 
 
 def test_zeros_of_two_signs_do_not_agree(parted):
