@@ -100,14 +100,14 @@ class DiffArguments(DiffLeaves):
 
 
 def pick_arguments(args: tuple, kwargs: dict, places: ArgPlaces) -> Any:
-    """Return the argument at ``find_places``, or the tuple of them."""
+    """Return the argument at ``places``, or the tuple of them."""
     if isinstance(places, tuple):
         return tuple(pick_arguments(args, kwargs, p) for p in places)
     return kwargs[places] if isinstance(places, str) else args[places]
 
 
 def replace_arguments(args: tuple, kwargs: dict, places: ArgPlaces, new: Any) -> tuple[tuple, dict]:
-    """Return the arguments with ``new``, a tree as `pick_arguments` returned it, at ``find_places``."""
+    """Return the arguments with ``new``, a tree of `pick_arguments`, at ``places``."""
     by_position, by_name = list(args), dict(kwargs)
     several = isinstance(places, tuple)
     for p, x in zip(places if several else (places,), new if several else (new,), strict=True):
@@ -266,9 +266,10 @@ def _find_named_places(
             "Give the names of the arguments."
         )
     if argnums != 0:
+        rows = [("argnums", format_short(argnums)), ("argnames", format_short(argnames))]
         raise RuntimeError(
             f"{call}: argnums and argnames both say which arguments.\n"
-            f"{format_columns([('argnums', format_short(argnums)), ('argnames', format_short(argnames))])}\n"
+            f"{format_columns(rows)}\n"
             "Give one of them."
         )
     found = tuple(

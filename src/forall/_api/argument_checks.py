@@ -14,7 +14,7 @@ from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
-from forall._random.keys import check_key as check_key
+from forall._random.keys import check_key
 
 
 def check_callable(verb: str, func: Any) -> None:
@@ -89,7 +89,8 @@ def check_primals(call: TransformCall, given: tuple) -> tuple[list, Any]:
             raise RuntimeError(
                 f"{call}: primals must hold tensors only.\n"
                 f"{format_columns([('primal', format_short(leaf), type_name_of(leaf))])}\n"
-                f"Close over anything else: lambda x: {get_short_name(call)}(x, {format_short(leaf)})."
+                f"Close over anything else: lambda x: {get_short_name(call)}"
+                f"(x, {format_short(leaf)})."
             )
         check_differentiable(call, leaf, ValueError)
     return leaves, spec
@@ -126,9 +127,10 @@ def check_differentiable(
 
 def make_no_tensor_error(call: TransformCall, leaves: list) -> ValueError:
     """Return the error for arguments without a tensor; numbers beside tensors are no error."""
+    rows = [("differentiated", format_short(x), type_name_of(x)) for x in leaves]
     return ValueError(
         f"{call}: there is no tensor to differentiate with respect to.\n"
-        f"{format_columns([('differentiated', format_short(x), type_name_of(x)) for x in leaves])}\n"
+        f"{format_columns(rows)}\n"
         f"{suggest_registration(leaves[0]) or 'Make it a tensor: torch.tensor(x).'}"
     )
 
@@ -264,12 +266,13 @@ def split_off_vector(call: TransformCall, args: tuple) -> tuple[tuple, Any]:
 
 
 def select_vector_leaves(call: TransformCall, given: Any, vector: Any) -> tuple:
-    """Return the vector's leaves at the differentiated tensors; `check_tangents` checks their shapes."""
+    """Return the vector's leaves at the differentiated tensors; their shapes are unchecked."""
     leaves, spec = flatten_without_escaped(vector)
     if spec != given.spec:
         rows = [("arguments", pytree.format_tree(given.spec)), ("vector", pytree.format_tree(spec))]
         raise RuntimeError(
-            f"{call}: the vector must be shaped like what is differentiated.\n{format_columns(rows)}\n"
+            f"{call}: the vector must be shaped like what is differentiated.\n"
+            f"{format_columns(rows)}\n"
             "Give it the same tree; several argnums take a tuple of vectors."
         )
     return tuple(leaves[i] for i in given.at)

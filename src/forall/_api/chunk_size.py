@@ -1,4 +1,4 @@
-"""The ``check_chunk_size`` of transforms: how many examples, rows or columns are computed at once."""
+"""The ``chunk_size`` of transforms: how many examples, rows or columns are computed at once."""
 
 from __future__ import annotations
 

@@ -92,9 +92,10 @@ def _wrap_outputs(cls: Any, out: Any, out_dims: Any, level: VmapLevel, own: dict
     if isinstance(out, (tuple, list)):
         dims = out_dims if isinstance(out_dims, (tuple, list)) else (out_dims,) * len(out)
         if len(dims) != len(out):
+            rows = [("out_dims", format_short(out_dims)), ("outputs", str(len(out)))]
             raise RuntimeError(
                 f"{cls.__name__}.vmap: out_dims do not fit the outputs.\n"
-                f"{format_columns([('out_dims', format_short(out_dims)), ('outputs', str(len(out)))])}\n"
+                f"{format_columns(rows)}\n"
                 "Return an int or None for each output."
             )
         return tuple(_wrap_output(o, d, level, own) for o, d in zip(out, dims, strict=True))

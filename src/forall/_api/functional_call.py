@@ -153,6 +153,7 @@ def _check_alike(what: str, shown: list[str], values: list | None = None) -> Non
         if value != values[0]:
             rows = [("models[0]", shown[0]), (f"models[{i}]", shown[i])]
             raise RuntimeError(
-                f"stack_module_state(models): the modules differ in {what}.\n{format_columns(rows)}\n"
+                f"stack_module_state(models): the modules differ in {what}.\n"
+                f"{format_columns(rows)}\n"
                 "Only modules that differ in their values alone can run as one."
             )

@@ -38,14 +38,14 @@ class JacobianBlocks(NamedTuple):
     aux: Any
 
     def tree(self, shaped: Callable[[list], Any]) -> Any:
-        """Return the output's tree, with a tree like the inputs (see `DiffLeaves.shaped`) at leaves."""
+        """Return the output's tree, with a tree like the inputs (`DiffLeaves.shaped`) at leaves."""
         return pytree.unflatten([shaped(row) for row in self.blocks], self.spec)
 
 
 class InnerJacobian:
     """The Jacobian at a call's arguments, as a function of the differentiated tensors.
 
-    It returns ``blocks[o][i]`` (see `JacobianBlocks`), and the value of the user's function as its aux.
+    It returns ``blocks[o][i]`` (`JacobianBlocks`), and the value of the user's function as its aux.
     """
 
     def __init__(

@@ -54,9 +54,10 @@ def bind_named_dims(
         known.add(name)
     strangers = [name for name in in_dims if name not in known]
     if strangers:
+        rows = [("in_dims", str(strangers[0])), ("passed", ", ".join(sorted(known)))]
         raise ValueError(
             f"{call}: in_dims names an argument that the call does not pass.\n"
-            f"{format_columns([('in_dims', str(strangers[0])), ('passed', ', '.join(sorted(known)))])}\n"
+            f"{format_columns(rows)}\n"
             "Name only arguments that are passed."
         )
     places = inspect.BoundArguments(parameters, dims)
@@ -146,23 +147,40 @@ def _check_dim(
 ) -> int:
     """Return the dim of leaf ``i``, from the front; append its number of examples to ``sizes``."""
     if type(dim) is not int:
+        rows = [
+            (
+                find_arg_paths(args, kwargs)[i],
+                format_short(leaf),
+                f"in_dims {dim!r}",
+                type_name_of(dim),
+            )
+        ]
         raise ValueError(
             f"{call}: a dim of in_dims must be an int or None.\n"
-            f"{format_columns([(find_arg_paths(args, kwargs)[i], format_short(leaf), f'in_dims {dim!r}', type_name_of(dim))])}\n"
+            f"{format_columns(rows)}\n"
             "Give the dim that counts the examples, or None to share the argument."
         )
     if not isinstance(leaf, torch.Tensor):
         cure = "Give it in_dims=None to share it between examples, or make it a tensor."
+        rows = [
+            (
+                find_arg_paths(args, kwargs)[i],
+                format_short(leaf),
+                f"in_dims {dim}",
+                type_name_of(leaf),
+            )
+        ]
         raise ValueError(
             f"{call}: only tensors can be mapped.\n"
-            f"{format_columns([(find_arg_paths(args, kwargs)[i], format_short(leaf), f'in_dims {dim}', type_name_of(leaf))])}\n"
+            f"{format_columns(rows)}\n"
             f"{argument_checks.suggest_registration(leaf) or cure}"
         )
     if leaf.is_nested:
         if dim % leaf.dim():
+            rows = [(find_arg_paths(args, kwargs)[i], format_short(leaf), f"in_dims {dim}")]
             raise ValueError(
                 f"{call}: the examples of a nested tensor are its components, along dim 0.\n"
-                f"{format_columns([(find_arg_paths(args, kwargs)[i], format_short(leaf), f'in_dims {dim}')])}\n"
+                f"{format_columns(rows)}\n"
                 "Give it in_dims=0, or None to share it between examples."
             )
         sizes.append(leaf.size(0))
@@ -209,14 +227,14 @@ def _make_unmapped_error(call: TransformCall, args: tuple, in_dims: Any) -> Valu
     cure = "At least one tensor needs an int in in_dims, or there is no number of examples."
     if not args:
         cure = "Keyword arguments are shared unless a dict names them: in_dims={'x': 0}."
-    return ValueError(
-        f"{call}: no argument is mapped.\n{format_columns([('in_dims', format_short(in_dims))])}\n{cure}"
-    )
+    rows = [("in_dims", format_short(in_dims))]
+    return ValueError(f"{call}: no argument is mapped.\n{format_columns(rows)}\n{cure}")
 
 
 def _make_no_components_error(call: TransformCall, path: str, leaf: torch.Tensor) -> ValueError:
+    rows = [(path, format_short(leaf))]
     return ValueError(
-        f"{call}: a mapped nested tensor has no components.\n{format_columns([(path, format_short(leaf))])}\n"
+        f"{call}: a mapped nested tensor has no components.\n{format_columns(rows)}\n"
         "Nothing tells the shape of an example. Pass at least one."
     )
 
@@ -282,9 +300,10 @@ class OutDims:
             given = given[0]  # as torch.func has it: one place for one result
         found = pytree.broadcast_prefix(given, spec)
         if found is None:
+            rows = [("out_dims", format_short(given)), ("result", pytree.format_tree(spec))]
             raise ValueError(
                 f"{self.call}: out_dims does not fit the result.\n"
-                f"{format_columns([('out_dims', format_short(given)), ('result', pytree.format_tree(spec))])}\n"
+                f"{format_columns(rows)}\n"
                 "Give one int for all results, or a tree of ints (or None) like the result."
             )
         return tensordict.count_from_front(spec, found, 1)
@@ -292,9 +311,10 @@ class OutDims:
 
 def make_out_dim_error(call: TransformCall, result: torch.Tensor, place: int) -> IndexError:
     rank = result.dim() + 1
+    rows = [("result of one example", format_short(result), f"out_dims {place}")]
     return IndexError(
         f"{call}: out_dims names a place that the result does not have.\n"
-        f"{format_columns([('result of one example', format_short(result), f'out_dims {place}')])}\n"
+        f"{format_columns(rows)}\n"
         f"Give a place in [{-rank}, {rank})."
     )
 

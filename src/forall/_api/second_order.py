@@ -184,7 +184,7 @@ def hessian_diag(
         hessian_diag(f)(x)[o, i] = d^2 f(x)[o] / d x[i]^2.
 
     Cost: ``f`` is called once, and its Jacobian linearized (see `linearize`). Then as many
-    directions as there are numbers in ``x``, ``check_chunk_size`` at a time; so many columns of the
+    directions as there are numbers in ``x``, ``chunk_size`` at a time; so many columns of the
     Hessian are in memory, and no more.
 
     Trees: those of `jacrev`.

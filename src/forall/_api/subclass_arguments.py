@@ -114,8 +114,9 @@ def _make_difference_error(
         )
         for i, kind, own in seen
     ]
+    name = get_users_class(leaf).__name__
     return ValueError(
-        f"{call}: the examples of a tensor of class {get_users_class(leaf).__name__} differ in what "
+        f"{call}: the examples of a tensor of class {name} differ in what "
         f"x.select(dim, i) hands on.\n{format_columns(rows)}\n"
         "Hand on a tensor for each example, or pass what differs as an argument of its own."
     )

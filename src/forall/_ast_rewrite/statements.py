@@ -155,7 +155,8 @@ class StatementRewriter:
         )
         target = ast.Tuple([ast.Name(n, ast.Store()) for n in joins], ast.Store())
         made += stmts(
-            AT_ONCE, node, DONE=self.scope.make_name("done"), SITE=make_constant(next(_sites), node),
+            AT_ONCE, node,
+            DONE=self.scope.make_name("done"), SITE=make_constant(next(_sites), node),
             TEST=asked, YES=given[0], NO=given[1], JOINS=self._make_name_tuple(joins, node),
             APART=apart, TARGET=target,
         )  # fmt: skip
@@ -178,7 +179,8 @@ class StatementRewriter:
             as_written = stmts("raise F.Unsplittable(REASON)", node, REASON=reason)
         made = stmts(
             SCALAR, node, DONE=self.scope.make_name("done"), FUNCTION=node.function,
-            NAMES=self._make_name_tuple(node.takes, node), OPTIONAL=self._make_name_tuple(node.optional, node),
+            NAMES=self._make_name_tuple(node.takes, node),
+            OPTIONAL=self._make_name_tuple(node.optional, node),
             GIVES=make_constant((*map(len, node.gives),), node),
             READS=ast.copy_location(ast.Tuple(reads, ast.Load()), node),
             CHANGES=make_constant(node.may_change, node), AS_WRITTEN=as_written,

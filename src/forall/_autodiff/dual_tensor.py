@@ -64,7 +64,7 @@ class DualLevel(Level):
         self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
 
     def split_dual(self, a: Any) -> tuple[Any, torch.Tensor | None]:
-        """Return an argument's primal and tangent. It has to be called inside `enable_autograd_below`."""
+        """Return an argument's primal and tangent; call it inside `enable_autograd_below`."""
         if type(a) is not DualTensor or a.level is not self:
             return a, None
         primal, tangent = split_tangent(a.value, level=0)
@@ -80,7 +80,8 @@ class DualTensor(Wrapper):
         return wrap_dual(self.value, self.level)
 
     def describe(self) -> str:
-        return f"Dual({format_short(self)}, with a tangent{format_repr_marks(self)}:\n{format_numbers(self.value)})"
+        marks = format_repr_marks(self)
+        return f"Dual({format_short(self)}, with a tangent{marks}:\n{format_numbers(self.value)})"
 
     def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
         rest = replace_escaped(self)

@@ -393,9 +393,10 @@ class JvpLevel(DualLevel, DispatchMode):
         targets = [t for t in find_written_tensors(func, args, kwargs) if id(t) not in aside]
         foreign = [t for t in targets if self._is_outside(t)]
         if foreign and any(self.carries_tangent(a) for a in (*args, *kwargs.values())):
+            rows = [("written to", format_short(foreign[0]), "from before the call")]
             raise RuntimeError(
                 f"jvp: {func} writes a value that has a tangent into a tensor from outside.\n"
-                f"{format_columns([('written to', format_short(foreign[0]), 'from before the call')])}\n"
+                f"{format_columns(rows)}\n"
                 "Clone it inside the function (.clone()), or pass it as a primal."
             )
 

@@ -96,7 +96,7 @@ def get_facts(func: Any) -> OperatorFacts:
 
 
 def find_written_args(func: Any, args: tuple) -> tuple[int | str, ...]:
-    """Return positions or names (see `OperatorFacts.mutates`) of the arguments that are written into.
+    """Return positions or names (`OperatorFacts.mutates`) of the arguments that are written into.
 
     Schemas do not declare writes into running statistics, so all code calls this.
     """

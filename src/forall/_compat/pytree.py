@@ -76,7 +76,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 class TreeOutline:
     """The structure of trees, at less cost than specs, with their leaves and containers.
 
-    The outline that `outline_node` returns for a tree is hashable, and None for a leaf. It leaves out the
+    The outline of a tree (`outline_node`) is hashable, and None for a leaf. It leaves out the
     identity of the containers, which are ``nodes``. Of ``odd`` nodes the outline has the class
     alone: each is listed with its children and its context.
     """

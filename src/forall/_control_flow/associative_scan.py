@@ -129,7 +129,8 @@ def _check_axis(call: OperatorCall, elems: Any, leaves: list, axis: int) -> int:
                 for name, x in zip(names, leaves, strict=True)
             ]
             raise ValueError(
-                f"{call}: the numbers of elements differ.\n{format_columns(rows)}\nAll must have one size."
+                f"{call}: the numbers of elements differ.\n"
+                f"{format_columns(rows)}\nAll must have one size."
             )
     return place
 
@@ -137,7 +138,8 @@ def _check_axis(call: OperatorCall, elems: Any, leaves: list, axis: int) -> int:
 def _structures_differ(call: OperatorCall, given: Any, returned: Any) -> TypeError:
     rows = [("given", pytree.format_tree(given)), ("returned", pytree.format_tree(returned))]
     return TypeError(
-        f"{call}: the function returns another structure than it was given.\n{format_columns(rows)}\n"
+        f"{call}: the function returns another structure than it was given.\n"
+        f"{format_columns(rows)}\n"
         "Return a tree like each of the two that it takes."
     )
 

@@ -176,9 +176,10 @@ def map(f: Callable[[Any], Any], xs: Any, *, batch_size: int | None = None) -> A
     """
     call = OperatorCall("map(*)", f)
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        rows = [("batch_size", format_short(batch_size), type_name_of(batch_size))]
         raise ValueError(
             f"{call}: a batch holds at least one slice.\n"
-            f"{format_columns([('batch_size', format_short(batch_size), type_name_of(batch_size))])}\n"
+            f"{format_columns(rows)}\n"
             "Pass an int above 0, or None to run the slices one by one."
         )
     leaves = pytree.get_leaves(xs)

@@ -53,8 +53,8 @@ def while_loop(
     Raises:
         TypeError: where a step returns another structure, shape, dtype or device than it was given,
             and for a test that holds several numbers.
-        RuntimeError: after ``check_max_steps`` steps.
-        ValueError: for a ``check_max_steps`` below 0 and a ``checkpoint_every`` below 1.
+        RuntimeError: after ``max_steps`` steps.
+        ValueError: for a ``max_steps`` below 0 and a ``checkpoint_every`` below 1.
 
     Source: ``jax.lax.while_loop``, which has no reverse mode. Checkpoints: Griewank, "Achieving
     logarithmic growth of temporal and spatial complexity in reverse automatic differentiation"
@@ -117,9 +117,10 @@ class LoopRunner:
             return leaving.join_all(val), steps, True
 
     def _endless(self, val: Any) -> RuntimeError:
+        rows = [(describe_examples(get_active_set()), "carry", format_short(val))]
         return RuntimeError(
             f"{self.call}: the loop goes on after max_steps={self.max_steps} steps.\n"
-            f"{format_columns([(describe_examples(get_active_set()), 'carry', format_short(val))])}\n"
+            f"{format_columns(rows)}\n"
             "Allow more steps, or let the test end the loop sooner."
         )
 

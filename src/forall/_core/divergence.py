@@ -1,7 +1,7 @@
 """Divergence: the exceptions raised where Python needs one value and examples have different ones.
 
 This is the basis of all control flow. Code that needs one Python value of differing examples raises
-`Diverged`, which ends the run. The call of the level then reruns each group of examples by itself. A
+`Diverged`, which ends the run. The level's call then reruns each group of examples by itself. A
 group agrees on all values that were read so far, so nothing of the first run has to be kept.
 """
 

@@ -3,7 +3,7 @@
 NOTE [what is left]
     A function may keep values that it has computed: in a cache, in a hook. When its level has
     ended, a user's call on such a value gets a fallback value in its place: an ordinary tensor, or
-    a value of an outer level that is still active. `find_fallback` makes one fallback value for each value.
+    a value of an outer level that is still active. `find_fallback` makes one fallback value each.
     So its history leads through one node, and writes and gradients meet one tensor.
 
     Calls are intercepted above autograd: by the function mode of `vmap` where one is active, by the

@@ -1,6 +1,6 @@
 """`BatchedScalar`: the Python number of each example, where they differ.
 
-Inside ``vmap``, ``x.item()`` is one number for each example. A `BatchedScalar` holds all of them and
+Inside ``vmap``, ``x.item()`` is one number per example. A `BatchedScalar` holds all of them and
 behaves like each one: for each example its operators give the result of Python's operator on that
 example's number, with the same type, rounding and errors. A torch operator computes all results at
 once if it is known to give the same (`arithmetic`). Otherwise Python's own operator runs for one
@@ -359,7 +359,7 @@ for _op in (math.floor, math.ceil, math.trunc):
 def call_per_lane(func: Any, *args: Any, name: str = "") -> Any:
     """Call ``func(*args)`` with each example's own numbers, for the lanes that run now.
 
-    Results that are numbers of one type become a `BatchedScalar`, tuples of them a tuple. If the types
+    Numbers of one type become a `BatchedScalar`, tuples of them a tuple. If the types
     differ between lanes, or the results differ and are no numbers, the lanes diverge.
     """
     flat, spec = pytree.flatten(args)

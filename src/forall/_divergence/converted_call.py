@@ -158,7 +158,7 @@ def call_in_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _make_plan(f: types.FunctionType) -> Any:
-    """Return the plan of a function: its converted template, OPAQUE, or OTHERS for `_find_library_plan`."""
+    """Return the plan of a function: its template, OPAQUE, or OTHERS for `_find_library_plan`."""
     kind = find_owner(f.__code__)
     plan = _convert_plan(f) if kind is USERS else OTHERS if kind is OTHERS else OPAQUE
     _plans[f.__code__] = plan

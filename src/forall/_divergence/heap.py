@@ -1,13 +1,14 @@
 """The heap: lists, dicts, attributes, closure cells. They hold the values of the running lanes.
 
 NOTE. While lanes have diverged, every write is logged first: the slot and its old content
-(`HeapSlot.get`). When the other lanes run, the old content is restored for them (`HeapSlot.store_content`). When
-lanes reconverge, the contents of all are joined in the same object (`HeapSlot.join_contents`). The object's
+(`HeapSlot.get`). When the other lanes run, the old content is restored for them
+(`HeapSlot.store_content`). When lanes reconverge, the contents of all are joined in the same object
+(`HeapSlot.join_contents`). The object's
 identity never changes, so its names do not matter.
 
 A list whose length differs between lanes can show the items of some lanes only. It is *mixed*:
-`ThreadState.mixed` has its contents by active set, and the object itself holds one `Mixed`, which raises
-when it is used. Operations on a mixed object run for one active set after the other.
+`ThreadState.mixed` has its contents by active set, and the object itself holds one `Mixed`, which
+raises when it is used. Operations on a mixed object run for one active set after the other.
 """
 
 from __future__ import annotations

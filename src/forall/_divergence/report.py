@@ -75,7 +75,7 @@ class Report:
         return len(self.steps), len(self.partings)
 
     def restore_snapshot(self, mark: tuple[int, int]) -> None:
-        """Drop what was noted since ``take_snapshot``, but not the reruns, which explain the undoing."""
+        """Drop what was noted since ``mark``, but not the reruns, which explain the undoing."""
         del self.steps[mark[0] :], self.partings[mark[1] :]
 
     # --- runs of the whole function

@@ -1,4 +1,4 @@
-"""A `BatchedScalar` as an argument of torch's functions, with torch's promotion of Python's numbers.
+"""A `BatchedScalar` as an argument of torch's functions, promoted as torch does Python's numbers.
 
 If possible, a 0-d tensor replaces the number, in the dtype to which torch would promote it. For any
 other argument (a size, a dim, ``alpha=``) one Python number is needed, and the lanes diverge.

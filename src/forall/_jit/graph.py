@@ -107,7 +107,7 @@ class OpNode:
 
 @dataclass(slots=True)
 class FusedNode(OpNode):
-    """A subgraph: several operators as one function, which writes into the values ``find_written_roots``."""
+    """A subgraph: several operators as one function, which writes into the values ``written``."""
 
     written: list[int]
 

@@ -69,7 +69,8 @@ def check_draw_shape(
     if short or any(n not in (1, m) for n, m in zip(together[::-1], shape[::-1], strict=False)):
         rows = [("shape", str(shape)), ("parameters", str(tuple(together)))]
         raise ValueError(
-            f"{verb}(key, ...): the parameters do not broadcast to the shape.\n{format_columns(rows)}\n"
+            f"{verb}(key, ...): the parameters do not broadcast to the shape.\n"
+            f"{format_columns(rows)}\n"
             "Give the shape of the whole result, or None for that of the parameters."
         )
     return shape

@@ -91,9 +91,10 @@ def _find_table(func: Any) -> dict | None:
 
 
 def _no_keyed_form_error(func: Any) -> NotImplementedError:
+    rows = [("operator", str(func)), ("asked for", "draws that depend on a key")]
     return NotImplementedError(
         f"{func.overloadpacket.__name__} draws inside a kernel that takes no keys.\n"
-        f"{format_columns([('operator', str(func)), ('asked for', 'draws that depend on a key')])}\n"
+        f"{format_columns(rows)}\n"
         "For attention use torch.nn.attention.sdpa_kernel(SDPBackend.MATH); else turn off its "
         "dropout, or draw with torch.rand."
     )

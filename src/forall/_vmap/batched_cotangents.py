@@ -3,7 +3,8 @@
 NOTE [dressed stacks]
     A pull-back of many cotangents at once runs under a level that records on its stacks
     (`VmapLevel.records_values`): there the history of a tensor hangs on the value, not on the
-    wrapper. So such wrappers are taken off before a node is recorded (`strip_cotangent_wrappers`), and put on again
+    wrapper. So such wrappers are taken off before a node is recorded
+    (`strip_cotangent_wrappers`), and put on again
     inside the node or behind it (`wrap_cotangents`).
 
     A pull-back inside a running vmap has its level within that vmap's level. The wrapper of the

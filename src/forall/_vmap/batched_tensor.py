@@ -3,8 +3,8 @@
 NOTE [alias families]
     Every tensor born under a level, and the views of it, form a family with one base. Each view
     knows the calls that lead to it from the base. When per-example data is written into a family
-    whose base is the same for all examples, the base gets an axis (`batch_alias_family`) and every living
-    view is derived again. Reads pay nothing: `value` and `axis` are plain attributes.
+    whose base is the same for all examples, the base gets an axis (`batch_alias_family`), and every
+    living view is derived again. Reads pay nothing: `value` and `axis` are plain attributes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class BatchedTensor(Wrapper):
     """All examples of a tensor under one vmap level, shown as one example.
 
     ``value`` is the stack and ``axis`` its batch axis; ``axis`` None means that ``value`` is the
-    same for every example. ``is_external`` is True for a tensor from before the call.
+    same for every example. ``older`` is True for a tensor from before the call.
     """
 
     value: torch.Tensor

@@ -1,8 +1,8 @@
 """The autograd nodes through which values cross the boundary of a level.
 
-`Unstack` (stack -> example) and `Restack` (example -> stack) are each other's derivative. `Broadcast` brings
-in a tensor from outside, the same for every example; its derivative is the sum over examples.
-Autograd itself takes derivatives of the examples; the rules run below it.
+`Unstack` (stack -> example) and `Restack` (the reverse) are each other's derivative. `Broadcast`
+brings in a tensor from outside, the same for every example; its derivative is the sum over
+examples. Autograd itself takes derivatives of the examples; the rules run below it.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ class SumOverBatch(torch.autograd.Function):
 class KeepFirst(torch.autograd.Function):
     """A value shared by all examples, kept after the call as the loop's first example left it.
 
-    Its derivative goes to the first example alone: `Broadcast` would count it once for each example.
+    Its derivative goes to the first example alone: `Broadcast` would count it once per example.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Listeners that are told when Python asks examples for a value: `check_max_steps`, `explain`, a tracer.
+"""Listeners that are told when Python asks examples for a value: `max_steps`, `explain`, a tracer.
 
 Without any of these `stack.listening` is empty.
 """

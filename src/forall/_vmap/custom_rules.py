@@ -108,8 +108,9 @@ def _find_op_overloads(verb: str, op: Any) -> list:
     """All overloads that ``op`` names; of several, those that write nothing."""
     found = custom_op.find_overloads(op)
     if found is None:
+        rows = [("op", format_short(op), type_name_of(op))]
         raise TypeError(
-            f"{verb}(op): op must be an operator.\n{format_columns([('op', format_short(op), type_name_of(op))])}\n"
+            f"{verb}(op): op must be an operator.\n{format_columns(rows)}\n"
             "Pass torch.ops.<library>.<name>.<overload>, or what torch.library.custom_op made."
         )
     return found if len(found) == 1 else [o for o in found if not get_facts(o).mutates]
@@ -214,9 +215,10 @@ def make_torch_handler(op: Any, otherwise: Callable) -> Callable:
         leaves, spec = pytree.flatten(out)
         found = pytree.broadcast_prefix(places, spec)
         if found is None:
+            rows = [("result", pytree.format_tree(spec)), ("out_dims", format_short(places))]
             raise ValueError(
                 f"vmap: the rule that torch.library.register_vmap has for {func} is at fault.\n"
-                f"{format_columns([('result', pytree.format_tree(spec)), ('out_dims', format_short(places))])}\n"
+                f"{format_columns(rows)}\n"
                 "It returns (result, out_dims), with one int or None per result."
             )
         left = [basic.wrap_results(o, p, level) for o, p in zip(leaves, found, strict=True)]

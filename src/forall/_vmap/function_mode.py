@@ -64,7 +64,7 @@ ITSELF = frozenset(
 }
 
 
-# `narrowing.narrowed` and `restrict_to_one_part`: their module imports the level, and the level this one.
+# `restrict_value` and `restrict_to_one_part`, whose module imports the level, and that this one.
 RESTRICTIONS: list[Any] = []
 
 _GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.grad.__get__})

@@ -54,14 +54,16 @@ def _refuse_derivatives(func: Any, a: Any) -> None:
     while isinstance(a, torch.Tensor):
         if a.requires_grad:
             raise RuntimeError(
-                f"{_format_numpy_name(func)}: numpy has no derivative of this for a tensor that requires grad.\n"
+                f"{_format_numpy_name(func)}: numpy has no derivative of this "
+                "for a tensor that requires grad.\n"
                 "Use torch's function, or x.detach()."
             )
         if not isinstance(a, Wrapper):
             return
         if type(a) is not BatchedTensor:
             raise NotImplementedError(
-                f"{_format_numpy_name(func)}: numpy has no derivative of this for a value with a tangent.\n"
+                f"{_format_numpy_name(func)}: numpy has no derivative of this "
+                "for a value with a tangent.\n"
                 "Use torch's function."
             )
         a = a.value

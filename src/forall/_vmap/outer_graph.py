@@ -139,7 +139,7 @@ class SumOverCotangents(torch.autograd.Function):
 
 
 class BroadcastToCotangents(SumOverCotangents):
-    """The transpose of `SumOverCotangents`: one value, the same for all cotangents of a pull-back."""
+    """The transpose of `SumOverCotangents`: one value for all cotangents of a pull-back."""
 
     back = staticmethod(_sum_cotangents)
     along = staticmethod(_broadcast_to_cotangents)

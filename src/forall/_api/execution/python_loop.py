@@ -156,7 +156,7 @@ def restate_error(error: TypeError, call: MappedCall) -> None:
 def run_each_unguarded(
     func: Callable, args: tuple, dims: Sequence[int | None], size: int, places: OutDims
 ) -> tuple | None:
-    """Run `run_each_example` for a function that captures no tensor and has no statement that writes.
+    """Run each example of a function that captures no tensor and has no statement that writes.
 
     Then nothing has to be undone, and the preparation for it takes as long as a small example.
     Return None if the call has to be run in another way.
@@ -221,7 +221,7 @@ def _read_versions(values: Sequence[Any]) -> list[int | None]:
     """Return how often each tensor has been written to.
 
     Raises:
-        RuntimeError: for a tensor of inference mode, which `Bindings.allows_same_kernels` leaves out.
+        RuntimeError: for a tensor of inference mode, see `Bindings.allows_same_kernels`.
     """
     with functions_off():
         return _read_versions_directly(values)

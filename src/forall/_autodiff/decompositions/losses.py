@@ -151,7 +151,7 @@ SUM, MEAN, MAX = 0, 1, 2
 def reduce_bags(weight, own, indices, offsets, mode, padding_idx, n, largest):
     """Reduce ``n`` bags of rows of ``weight``, each row scaled by its ``own`` weight.
 
-    ``find_max_rows`` is the row that each maximum comes from, or -1 in an empty bag.
+    ``largest`` is the row that each maximum comes from, or -1 in an empty bag.
     """
     if mode == MAX:
         return weight.gather(0, largest.clamp_min(0)) * (largest >= 0)

@@ -12,8 +12,8 @@ NOTE [a program's derivative]
     is nan. For other cotangents, and under transforms of them, the function itself is run once more
     as it was called. The next call is recorded for the cotangents that were asked for.
 
-    A backward pass with ``create_graph`` is a node too (`ReplayBackwardFunction`): most have a graph that nobody
-    differentiates. Where somebody does, the function is run once more as well.
+    A backward pass with ``create_graph`` is a node too (`ReplayBackwardFunction`): most have a
+    graph that nobody differentiates. Where somebody does, the function is run once more as well.
 """
 
 from __future__ import annotations

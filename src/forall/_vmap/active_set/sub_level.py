@@ -1,7 +1,7 @@
 """Sub-levels: levels of some of another's examples, which act while examples diverge.
 
 NOTE [parts]
-    Where examples diverge, a sub-level (`SubLevel`) acts in the place of its level, the *root*. It is
+    Where examples diverge, a `SubLevel` acts in the place of its level, the *root*. It is
     a level of its own with the rows of some examples, so the rules need no change. A tensor made
     for more examples is restricted to those that run where an API call takes it (`narrow`), before
     autograd sees an operator. Tensors of sub-levels become one of their union by `merged`. Both
@@ -219,12 +219,12 @@ def select_sub_level(level: Any, numbers: list[int]) -> Any:
 
 
 def find_positions_in(some: Any, level: Any) -> Tensor:
-    """The positions of the examples of ``restrict_value`` in ``level``, which has all of them."""
+    """The positions of the examples of ``some`` in ``level``, which has all of them."""
     return some.rows if level is level.root else some.find_positions_in(level)
 
 
 def covers_examples(level: Any, some: Any) -> bool:
-    """True if all examples of ``restrict_value`` are among those of ``level``."""
+    """True if all examples of ``some`` are among those of ``level``."""
     if level is some or level is level.root:
         return True
     if some is not some.root and some.born is not None and some.born[0] is level:
@@ -247,7 +247,7 @@ def unite_examples(first: Any, *others: Any) -> Any:
 
 
 def subtract_examples(level: Any, some: Any) -> Any | None:
-    """The sub-level with the examples of ``level`` that ``restrict_value`` lacks; None if there are none."""
+    """The sub-level with the examples of ``level`` that ``some`` lacks; None if there are none."""
     return None if level is some else get_sub_level(level.root, level.members & ~some.members)
 
 

@@ -1,8 +1,8 @@
 """Raw stacks without their wrappers, for functions that do nothing but compute.
 
-A `RawStack` has Python's operators and the torch functions that are one operator on stacks. Anything
-else raises `LeaveFastPath`: the function is left, and called again with wrappers. Only such a function ever
-sees a `RawStack`, and each of its operators costs no wrapper, mode or dispatcher.
+A `RawStack` has Python's operators and the torch functions that are one operator on stacks.
+Anything else raises `LeaveFastPath`: the function is left, and called again with wrappers. Only
+such a function ever sees a `RawStack`, and its operators cost no wrapper, mode or dispatcher.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ Tensor = torch.Tensor
 
 
 class LazyGrad(BatchedTensor):
-    """A lazy gradient of an ended level; once it is materialized, a `BatchedTensor` like any other."""
+    """A lazy gradient of an ended level; materialized, it is a `BatchedTensor` like any other."""
 
     make_it: Callable[[], Any]
     add_up: Callable[[], Tensor]
@@ -103,7 +103,7 @@ _UNMADE = ("make_it", "add_up", "counts", "held", "records_on_value", "depth", "
 
 
 def _copy_to_strides(shown: Tensor, made: BatchedTensor) -> tuple[Tensor, int | None]:
-    """The value of ``materialize``, in the strides that autograd has seen."""
+    """The value of ``made``, in the strides that autograd has seen."""
     if made.axis is None or made.stride() == shown.stride():
         return made.value, made.axis
     size, room = made.value.shape[made.axis], 1

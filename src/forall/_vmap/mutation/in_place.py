@@ -93,9 +93,10 @@ def _write_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
 def _resize_and_write(level: Any, func: Any, target: Any, result: Tensor) -> None:
     """Give an out= target the size of the result, as long as only this call knows the target."""
     if _is_external(target, level):
+        rows = [("written to", format_short(target)), ("result", format_short(result))]
         raise RuntimeError(
             f"vmap: {func} would resize what it writes to, a tensor from before the call.\n"
-            f"{format_columns([('written to', format_short(target)), ('result', format_short(result))])}\n"
+            f"{format_columns(rows)}\n"
             "Give it the result's shape, or use the form that returns a new tensor."
         )
     axis = 0 if is_mapped(result, level) else None

@@ -47,9 +47,10 @@ def get_memory_key(t: Tensor) -> int:
 
 
 def make_summed_grad_error(leaf: Tensor) -> RuntimeError:
+    rows = [("the leaf", format_short(leaf), "from before the call, one for all examples")]
     return RuntimeError(
         "vmap: .grad is read where backward() has left the sum over all examples in it.\n"
-        f"{format_columns([('the leaf', format_short(leaf), 'from before the call, one for all examples')])}\n"
+        f"{format_columns(rows)}\n"
         "In the loop an example would meet the sum over those before it.\n"
         "torch.autograd.grad(loss, tensor) gives each example its own gradient."
     )

@@ -77,7 +77,7 @@ class PendingUpdates:
         self.recorded = False  # whether autograd has recorded any of it
 
     def add(self, target: Tensor, update: Any, size: int) -> bool:
-        """Log a `AffineUpdate` or a function that adds; False where the order of writes would matter."""
+        """Log an `AffineUpdate` or a function that adds; False if the order of writes matters."""
         at = locate_in_storage(target)
         chained = [p for p in self.chains if not are_disjoint(at, p)]
         if not chained and is_pure_sum(update):
@@ -164,7 +164,7 @@ class AffineChain:
 
 
 class RunningAverage:
-    """A `MeanUpdate` of each example, one after another; the order of the examples does not matter."""
+    """A `MeanUpdate` of each example in turn; the order of the examples does not matter."""
 
     __slots__ = ("before", "size", "target", "times", "total")
 

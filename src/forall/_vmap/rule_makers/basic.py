@@ -248,7 +248,7 @@ def derive_views(base: BatchedTensor, func: Any, rest: tuple, kwargs: dict, out:
 
 
 def make_stack_handler(rule: Callable) -> Callable:
-    """A handler from ``rule(size, *args)``: mapped tensors come as a `MappedStack`, shared ones plain.
+    """A handler from ``rule(size, *args)``: mapped tensors are a `MappedStack`, shared ones plain.
 
     Without examples a rule gets one blank example, so that no operator has to bear B = 0.
     """

@@ -188,7 +188,7 @@ def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
 
 
 def pad_example_rank(x: MappedStack | Tensor, rank: int) -> Tensor:
-    """Pad examples with leading ones up to ``get_rank``. An unbatched tensor is returned as it is."""
+    """Pad examples with leading ones up to ``rank``. An unbatched tensor is returned as it is."""
     if not isinstance(x, MappedStack):
         return x
     v = x.v
