@@ -12,6 +12,7 @@ from torch.utils._pytree import register_pytree_node
 
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
+from forall._core import escaped_values
 from oracle import difference
 
 D = torch.float64
@@ -239,3 +240,31 @@ def test_classes_that_optree_knows():
     register_pytree_node(Pair, lambda p: (p.parts, None), lambda xs, _: Pair(*xs))
     found = vmap(lambda p: Pair(p.parts[0] * p.parts[1]))(Pair(XS, XS.exp()))
     close(found.parts[0], XS * XS.exp())
+
+
+class Measured:
+    """A class that looks at its tensor where it is put together."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.norm = x, x.norm()
+
+
+register_pytree_node(Measured, lambda m: ([m.x], None), lambda children, _: Measured(*children))
+
+
+def test_a_class_may_compute_with_examples_where_it_is_put_together():
+    found = vmap(lambda m: m.norm * m.x)(Measured(XS))
+    close(found, torch.stack([x.norm() * x for x in XS]))
+    close(
+        grad(lambda m: vmap(lambda m: m.norm)(m).sum())(Measured(XS)).x,
+        XS / XS.norm(dim=1, keepdim=True),
+    )
+
+
+def test_a_class_is_put_together_where_calls_run(monkeypatch):
+    """What asks an example for its shape asks nobody what an ended call has left of it."""
+    monkeypatch.setattr(
+        escaped_values, "find_fallback", lambda _: pytest.fail("asked after the call")
+    )
+    w = torch.ones(3, dtype=D, requires_grad=True)
+    vmap(lambda m: m.norm * w)(Measured(XS))

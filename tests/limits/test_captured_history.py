@@ -6,6 +6,7 @@ from torch import Tensor
 
 from draws import make_generator
 from forall import grad, jacrev, jvp, vmap
+from forall._vmap.boundary import Broadcast
 from oracle import difference, loop
 
 D = torch.float64
@@ -75,6 +76,53 @@ def test_each_example_has_a_gradient_of_its_own(name):
     assert difference(vmap(made(*outside()))(V), loop(made(*outside()))(V)) is None
     mine, theirs = vmap(vmap(made(*outside()))), loop(loop(made(*outside())))
     assert difference(mine(W), theirs(W)) is None
+
+
+def with_a_hook(x, y, z):
+    y.register_hook(lambda g: 2 * g)
+    z.register_hook(lambda g: g.sin())
+    return lambda v: d((y, z), x, (v, v * v))
+
+
+OUTSIDE = {
+    "an output twice": lambda x, y, z: lambda v: d((y, y), x, (v, v.sin())),
+    "an output that is wanted": lambda x, y, z: lambda v: d((y, z), (y, x), (v, v.sin())),
+    "wanted twice": lambda x, y, z: lambda v: d(z, (x, x), v),
+    "an output that is a leaf": lambda x, y, z: lambda v: d((x, y), x, (v, v.cos())),
+    "no cotangent": lambda x, y, z: lambda v: [v, *d(z.sum(), x)],
+    "one cotangent of two": lambda x, y, z: lambda v: d((z.sum(), y), x, (None, v)),
+    "hooks": with_a_hook,
+    "unused": lambda x, y, z: lambda v: filled(d(y, (x, z), v, allow_unused=True), v),
+    "unused, as zeros": lambda x, y, z: lambda v: d(y, (x, z), v, materialize_grads=True),
+    "after a read of an output": lambda x, y, z: lambda v: d(y, x, (y * v).detach()),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_graph_from_before_the_call_is_pulled_through_as_the_loop_does(name):
+    made = OUTSIDE[name]
+    assert difference(vmap(made(*outside()))(V), loop(made(*outside()))(V)) is None
+    mine, theirs = vmap(vmap(made(*outside()))), loop(loop(made(*outside())))
+    assert difference(mine(W), theirs(W)) is None
+
+
+def test_no_node_is_made_for_a_tensor_of_a_graph_from_before_the_call(monkeypatch):
+    x, y, z = outside()
+    monkeypatch.setattr(Broadcast, "forward", lambda *_: pytest.fail("it was shared"))
+    vmap(lambda v: d((y, z), x, (v, v)))(V)
+
+
+def test_a_freed_graph_is_an_error_in_torchs_words():
+    x, y, _ = outside()
+    vmap(lambda v: torch.autograd.grad(y, x, v))(V)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        vmap(lambda v: torch.autograd.grad(y, x, v))(V)
+
+
+def test_cotangents_of_other_shapes_are_an_error_in_torchs_words():
+    x, y, _ = outside()
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        vmap(lambda v: d(y, x, v[:2]))(V)
 
 
 def test_results_require_grad_where_the_loops_do():

@@ -73,6 +73,35 @@ class Marked(torch.Tensor):
         print(self)
 
 
+class Nameless:
+    """A class that does not say where it is from, as those of Cython do not."""
+
+    __module__ = property(lambda self: 3)  # pyright: ignore[reportAssignmentType]
+    factor = 2.0
+
+    def times(self, x):
+        return x * self.factor
+
+
+NAMELESS = Nameless()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: NAMELESS.times(x),
+        lambda x, given=NAMELESS: given.times(x),
+        lambda x: x * (Nameless.factor if isinstance(NAMELESS, Nameless) else 0.0),
+    ],
+)
+def test_a_class_need_not_say_where_it_is_from(f, monkeypatch):
+    g, x = forall.vmap(f), torch.arange(3.0)
+    for factor in (2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 3.0):
+        monkeypatch.setattr(Nameless, "factor", factor)
+        assert same(g(x), factor * x)
+    assert same(forall.vmap(lambda x, o: o.times(x), (0, None))(x, NAMELESS), factor * x)
+
+
 class Definition(ctypes.Structure):
     """Of a function in C."""
 

@@ -57,6 +57,7 @@ def key(name: str, monkeypatch: pytest.MonkeyPatch, **options) -> tuple:
         return keys[-1]
 
     monkeypatch.setattr(auto_replay, "_make_transform_key", noted)
+    monkeypatch.setattr(auto_replay, "_reads", {})
     args = {"jvp": ((X,), (X,)), "linearize": (X,)}.get(name, ())
     transform = transforms()[name]
     transform((lambda x: (x, x)) if options.get("has_aux") else (lambda x: 2 * x), *args, **options)
@@ -202,3 +203,45 @@ def test_options_of_one_function_alternate(at_once):
         for _ in range(4):
             assert one().allclose(a)
             assert other().allclose(b)
+
+
+def test_what_is_told_by_the_very_same_words_is_read_once(monkeypatch):
+    monkeypatch.setattr(auto_replay, "_reads", {})
+    monkeypatch.setattr(auto_replay, "_MOST_READS", 2)
+    options = {"in_dims": (0, None), "randomness": "same"}
+    first = auto_replay.collect_options("vmap", **options)
+    key = auto_replay._read(first)
+    assert auto_replay._read(auto_replay.collect_options("vmap", **options)) == key
+    assert len(auto_replay._reads) == 1
+    for other in ({"in_dims": (1, None)}, {"in_dims": (True, None)}, {"in_dims": (0, 0)}):
+        assert auto_replay._read(auto_replay.collect_options("vmap", **{**options, **other})) != key
+    assert auto_replay._read(auto_replay.collect_options("grad", **options)) != key
+    assert len(auto_replay._reads) <= 2
+
+
+def test_what_may_change_is_read_with_each_transform(monkeypatch):
+    monkeypatch.setattr(auto_replay, "_reads", {})
+    dims, chunks = [0, None], Chunks(size=2)
+    for told in ({"in_dims": (dims,)}, {"chunk_size": chunks}, {"randomness": X}):
+        auto_replay._read(auto_replay.collect_options("vmap", **told))
+    assert not auto_replay._reads
+    before = auto_replay._read(auto_replay.collect_options("vmap", in_dims=(dims,)))
+    dims[1] = 0
+    assert auto_replay._read(auto_replay.collect_options("vmap", in_dims=(dims,))) != before
+
+
+def test_words_that_take_the_place_of_others_are_not_taken_for_them(monkeypatch):
+    """What is known by its identity stays as long as it is known."""
+    monkeypatch.setattr(auto_replay, "_reads", {})
+    f = lambda x, y: x * y  # noqa: E731
+    for n in range(3000):
+        dims = (None, 0) if n % 2 else (0, None)
+        dims = tuple(d for d in dims)  # another object
+        key, _ = auto_replay._read(auto_replay.collect_options("vmap", in_dims=dims))
+        expected = auto_replay._make_transform_key(
+            auto_replay.collect_options("vmap", in_dims=dims)
+        )
+        assert key == expected
+        if not n % 500:
+            args = (X.sum(), X) if n % 2 else (X, X.sum())
+            assert torch.equal(vmap(f, dims)(*args), X * X.sum())

@@ -20,14 +20,15 @@ from torch.autograd.graph import GradientEdge
 from forall._api.vjp import GraphPullback
 from forall._api.vmap import vmap
 from forall._autodiff.jvp_level import JvpLevel
-from forall._compat.autograd_graph import call_autograd_grad, iterate_nodes
+from forall._compat.autograd_graph import call_autograd_grad, cotangents_of, iterate_nodes
 from forall._compat.dispatch_state import functions_off, run_backward
+from forall._compat.private_api import PLAIN
 from forall._core.errors import format_columns, format_short
-from forall._core.levels import is_from_outside, lift, top
+from forall._core.levels import is_from_outside, lift, stack, top
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.boundary import Broadcast, Restack, Unstack
 from forall._vmap.function_mode import find_sharing_level
-from forall._vmap.registry import CALLS
+from forall._vmap.registry import CALLS, UNSHARED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,16 +75,57 @@ def _grad_through_captured(
         _continues_outside(c.outside, wanted) for c in crossings
     ):
         return NotImplemented  # one graph, of this level
-    flags = (bool(create_graph if retain_graph is None else retain_graph), create_graph)
+    flags = _flags(retain_graph, create_graph)
     if is_grads_batched:
         each = lambda g: torch.autograd.grad(outs, wanted, g, *flags, allow_unused=True)  # noqa: E731
         found = vmap(each)(grad_outputs)
     else:
         found = _find_gradients(level, outs, wanted, grad_outputs, crossings, flags)
+    return _answer(found, given, allow_unused, materialize_grads)
+
+
+def _grad_outside(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
+    """The same through a graph that was there before the call: all of the way lies outside.
+
+    It is asked before what is captured is shared, so nothing is lifted, and no pass runs inside.
+    """
+    level = find_sharing_level(top())
+    if level is None or level.root is not level or stack.parted or is_grads_batched:
+        return NotImplemented
+    outs, wanted = _tuple(outputs), [*_tuple(inputs)]
+    if not outs or not all(
+        type(t) in PLAIN and t.requires_grad and is_from_outside(t, level) for t in (*outs, *wanted)
+    ):
+        return NotImplemented  # a Wrapper may lie further out, but have a history of this level's
+    flags = _flags(retain_graph, create_graph)
+    way = OuterPullback(level, [Crossing(y, y, None) for y in outs], wanted, flags)
+    cotangents = cotangents_of(outs, grad_outputs)
+    with torch.set_grad_enabled(create_graph):
+        found = way.found(way.at(top(), cotangents))
+    return _answer([found.get(id(x)) for x in wanted], wanted, allow_unused, materialize_grads)
+
+
+def _flags(retain_graph: bool | None, create_graph: bool) -> tuple[bool, bool]:
+    return bool(create_graph if retain_graph is None else retain_graph), create_graph
+
+
+def _answer(found: list, inputs: Any, allow_unused: bool | None, materialize_grads: bool) -> tuple:
+    """What torch.autograd.grad gives for these gradients, or says of those that are missing."""
     if materialize_grads:
-        return tuple(
-            torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)
-        )
+        with torch.no_grad():
+            return tuple(
+                torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)
+            )
     return tuple(found) if allow_unused else _check_all_used(found)
 
 
@@ -277,5 +319,6 @@ def _tuple(tensors: Any) -> tuple:
 def install_autograd_calls() -> None:
     """Register the implementations of torch.autograd's functions under `vmap`."""
     CALLS[torch.autograd.grad] = _grad_through_captured
+    UNSHARED[torch.autograd.grad] = _grad_outside
     CALLS[torch.Tensor.backward] = _backward_through_captured
     CALLS[torch.autograd.backward] = _backward_through_captured

@@ -68,12 +68,17 @@ def call_autograd_grad(
     Function modes are not asked again about the call itself. They stay on for the user's own
     backwards: torch's name leads there (`checkpoints`), and `run_backward` does not.
     """
-    with functions_off():
-        cotangents = torch.autograd._tensor_or_tensors_to_tuple(given, len(outputs))
-        cotangents = torch.autograd._make_grads(outputs, cotangents, is_grads_batched=False)
+    cotangents = cotangents_of(outputs, given)
     return run_grad_engine(
         outputs, stops, cotangents, retain_graph=retain_graph, create_graph=create_graph
     )
+
+
+def cotangents_of(outputs: tuple, given: Any) -> list[Any]:
+    """One for each output: what torch.autograd.grad was given, or ones where it was given none."""
+    with functions_off():
+        cotangents = torch.autograd._tensor_or_tensors_to_tuple(given, len(outputs))
+        return [*torch.autograd._make_grads(outputs, cotangents, is_grads_batched=False)]
 
 
 def run_grad_engine(

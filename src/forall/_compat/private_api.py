@@ -29,6 +29,7 @@ __all__ = [
     "functions_pass",
     "has_global_hooks",
     "has_kernel",
+    "module_of",
     "pop_functions",
     "pop_mode",
     "push_functions",
@@ -98,6 +99,15 @@ SPARSE_SUM = torch._sparse_sum
 
 # The code of the common base of BatchNorm1d, 2d and 3d.
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__
+
+
+def module_of(thing: Any) -> str:
+    """The name of the module that a class or function says it is from; "" where it says no name.
+
+    An extension, or a class of the user's, may have put anything there.
+    """
+    name = getattr(thing, "__module__", None)
+    return name if isinstance(name, str) else ""
 
 
 def get_version(tensor: torch.Tensor) -> int:

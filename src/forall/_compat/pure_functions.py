@@ -34,6 +34,7 @@ from forall._compat.private_api import (
     OpOverloadPacket,
     function_homes,
     functions_pass,
+    module_of,
 )
 from forall._compat.versions import LATER_QUESTIONS
 
@@ -113,6 +114,8 @@ _NUMPYS = """
     vsplit vstack where zeros zeros_like
 """
 _OF_NUMPY = frozenset(_NUMPYS.split())
+# Functions of optree's that take trees apart. What others have registered with it is watched.
+_OF_OPTREE = frozenset({"flatten", "flatten_with_path", "is_leaf", "make_leaf", "make_none"})
 BUILTINS = frozenset(_BUILTINS.split()) | {
     n for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, BaseException)
 }
@@ -267,7 +270,7 @@ _LOOKED_AT = frozenset({torch.jit.ScriptFunction, *_INERT})
 
 def is_inert(value: Any) -> bool:
     kind = type(value)
-    if isinstance(value, _INERT) or kind.__module__ in _INERT_MODULES:
+    if isinstance(value, _INERT) or module_of(kind) in _INERT_MODULES:
         return True
     return kind.__module__ == "numpy" and issubclass(kind, sys.modules["numpy"].generic)
 
@@ -332,10 +335,9 @@ def is_trusted_value(value: Any) -> bool:
         return False  # they read attributes that the analysis does not see
     if isinstance(value, type):
         return _is_trusted_class(value)
-    if _is_numpy_function(value):
+    if _is_numpy_function(value) or is_of_optree(value):
         return True
-    module = getattr(value, "__module__", None)
-    module = module if isinstance(module, str) else ""  # an extension may have put anything there
+    module = module_of(value)
     if isinstance(value, (types.BuiltinFunctionType, types.FunctionType)):
         home = getattr(value, "__globals__", {}).get("__name__", module)
         return (
@@ -359,8 +361,16 @@ def _is_numpy_function(value: Any) -> bool:
     return is_numpys and (name in _OF_NUMPY or isinstance(value, numpy.ufunc))
 
 
+def is_of_optree(value: Any) -> bool:
+    """Return True for a C function of optree that only flattens or unflattens a tree."""
+    optree = sys.modules.get("optree._C")
+    if optree is None or type(value) is not types.BuiltinFunctionType:
+        return False
+    return value.__name__ in _OF_OPTREE and vars(optree).get(value.__name__) is value
+
+
 def _is_trusted_class(kind: type) -> bool:
-    module = kind.__module__
+    module = module_of(kind)
     if module in _INERT_MODULES or kind in _LOOKED_AT:  # objects of these are inspected
         return True
     if module == "builtins":
@@ -406,11 +416,12 @@ _BASES = frozenset(
 
 def is_trusted_base(kind: type) -> bool:
     """Return True if a class of the user's may derive from this one of a library."""
+    module = module_of(kind)
     return (
         kind in _BASES
-        or kind.__module__ in ("typing", "typing_extensions", "enum", "abc")
-        or kind.__module__.startswith(_CLASSES)
-        or (kind.__module__ == "builtins" and kind.__name__ in BUILTINS)
+        or module in ("typing", "typing_extensions", "enum", "abc")
+        or module.startswith(_CLASSES)
+        or (module == "builtins" and kind.__name__ in BUILTINS)
         or _is_collections_namedtuple(kind)
     )
 

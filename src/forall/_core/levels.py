@@ -272,7 +272,8 @@ def _release_lifted(level: Level) -> None:
     captures the tensor again.
     """
     lifted = level.lift_cache.items()
-    level.stood_in = {i: (ref(t), ref(s)) for i, (t, s) in lifted if s.requires_grad}
+    with functions_off():  # who asks a value of an ended level has what is left of it made
+        level.stood_in = {i: (ref(t), ref(s)) for i, (t, s) in lifted if s.requires_grad}
     level.lift_cache.clear()
 
 

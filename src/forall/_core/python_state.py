@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.private_api import module_of
 from forall._core.raw_containers import RawContainer, view_raw_container
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def _container_class(of: type) -> type:
     if len(_KINDS) >= _MOST:  # programs may make new classes without end
         _KINDS.clear()
     kind = next((k for k in (*_CONTAINERS, tuple, torch.Generator) if issubclass(of, k)), object)
-    if kind is object and of.__module__ in _NOT_THE_USERS:
+    if kind is object and module_of(of) in _NOT_THE_USERS:
         kind = _PLAIN
     _KINDS[of] = kind
     return kind
@@ -222,7 +223,7 @@ _LIBRARIES = frozenset(
 
 
 def is_library_object(thing: Any) -> bool:
-    return is_library_module(thing.__module__ or "")
+    return is_library_module(module_of(thing))
 
 
 def is_not_users(thing: Any) -> bool:
@@ -234,10 +235,9 @@ def is_not_users(thing: Any) -> bool:
     if isinstance(thing, type):
         if thing.__qualname__.endswith("GraphModuleImpl"):
             return False
-        return all(is_not_users_module(kind.__module__ or "") for kind in thing.__mro__)
+        return all(is_not_users_module(module_of(kind)) for kind in thing.__mro__)
     # functools.wraps gives a function the name of another
-    name = module_name_of(thing) if isinstance(thing, FunctionType) else thing.__module__
-    # An extension may have put its module there, not the name.
+    name = module_name_of(thing) if isinstance(thing, FunctionType) else module_of(thing)
     return isinstance(name, str) and is_not_users_module(name)
 
 

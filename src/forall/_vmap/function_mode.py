@@ -34,6 +34,7 @@ from forall._vmap.mutation import view_copies
 from forall._vmap.mutation.mutation_log import write_counts
 
 _CALLS = registry.CALLS
+_UNSHARED = registry.UNSHARED
 _IN_PLACE = registry.IN_PLACE
 _STRANGERS = registry.STRANGERS
 _SEQUENCES = frozenset({list, tuple})
@@ -138,7 +139,7 @@ class VmapFunctionMode(TorchFunctionMode):
                 return self._call(func, args, None)
         fit = RESTRICTIONS[0](func, args, kwargs)
         out = self._call(func, fit.args, fit.kwargs)
-        return fit.restore_identity(out)
+        return fit.given(out)
 
     def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         if write_counts.named or (
@@ -156,6 +157,11 @@ class VmapFunctionMode(TorchFunctionMode):
             and _may_need_sharing(args, kwargs, stack.top)
             and func not in ITSELF
         ):
+            early = _UNSHARED.get(func)
+            if early is not None:
+                out = early(*args, **(kwargs or {}))
+                if out is not NotImplemented:
+                    return out
             args, kwargs = self._share(func, args, kwargs or {})
         call = _CALLS.get(func)
         if kwargs and kwargs.get("out") is not None:

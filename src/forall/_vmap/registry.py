@@ -42,6 +42,8 @@ def list_overloads(packet: Any) -> Iterable[Any]:
 VIEWS: dict[Any, Any] = {}
 # Calls of torch's Python API that have a meaning here before any operator is reached.
 CALLS: dict[Any, Callable] = {}
+# What is asked before captured tensors are shared, which costs a node of autograd's for each.
+UNSHARED: dict[Any, Callable] = {}
 # Those of them that write into their first argument.
 IN_PLACE: set[Callable] = set()
 # The same, for calls that are given an out=.

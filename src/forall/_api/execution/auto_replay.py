@@ -283,7 +283,7 @@ def _get_closure_calls(made: fresh_closures.FreshClosure, key: Any) -> Calls:
 
 def call_or_replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
     """Return ``eager(func, *args)``, replayed if it can be."""
-    calls, given = _find_calls(func, _make_transform_key(how))
+    calls, given = _find_calls(func, _read(how)[0])
     return calls.run(func, given, eager, args, {})
 
 
@@ -330,6 +330,41 @@ def _make_value_key(value: Any) -> Any:
 
 _WORDS = frozenset({bool, int, str})
 _UNTOLD: Any = object()  # among a template's options, so that it has no key
+
+
+def _read(how: tuple) -> tuple[Any, bool]:
+    """Return the key of a transform's options, and True if these may change.
+
+    Some programs make a transform for each call, with the very same options each time.
+    """
+    marks = tuple([id(y) for x in how for y in (x if type(x) is tuple else (x,))])
+    known = _reads.get(marks)
+    if known is not None:
+        return known.key, False
+    key, may_change = _make_transform_key(how), _has_mutable_options(how)
+    if key is not None and _is_of_words(how):
+        if len(_reads) >= _MOST_READS:
+            _reads.clear()
+        _reads[marks] = _Read(how, key)
+    return key, may_change
+
+
+class _Read(NamedTuple):
+    """Options, held so that no others get their ids, and their key."""
+
+    how: tuple
+    key: Any
+
+
+_reads: dict[tuple, _Read] = {}
+_MOST_READS = 1000
+
+
+def _is_of_words(value: Any) -> bool:
+    """Return True for options that never change."""
+    if type(value) is tuple:
+        return all(map(_is_of_words, value))
+    return value is None or type(value) in _WORDS
 
 
 def _has_mutable_options(value: Any) -> bool:
@@ -408,7 +443,7 @@ def _make_transformed(
 
     if is_compiling():
         return call_traced
-    key, may_change = _make_transform_key(how), _has_mutable_options(how)
+    key, may_change = _read(how)
     asked = key is not None and can_replay() and fresh_closures.may_be_fresh_closure(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
     fixed = None if asked else _find_calls(func, key, own)

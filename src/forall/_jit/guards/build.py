@@ -35,6 +35,7 @@ from forall._compat.pure_functions import (
     find_op_definition,
     has_tolist,
     is_known_function,
+    is_of_optree,
     is_trusted_value,
 )
 from forall._compat.pytree import is_registered
@@ -79,6 +80,10 @@ from forall._jit.guards.library_globals import (
     find_key_classes,
     find_named_globals,
     is_followed,
+    is_in_order_of_optree,
+    namespaces_in,
+    registered_with_optree,
+    registry_of_optree,
     select_users_entries,
 )
 from forall._jit.guards.module_names import find_held_modules, find_open_namespaces, is_users_module
@@ -138,6 +143,7 @@ class Guards(GuardConditions):
         self._registered: list[tuple[list[type], Any]] = []
         self._kinds_of_libraries: list[type] = []
         self._library_names: frozenset[str] = frozenset()
+        self._asks_optree = False
         self._followed: set[CodeType] = set()
         self._followed_methods: set[CodeType] = set()
         # All visited objects, kept alive so that no other gets the same id. `sys.modules` counts as
@@ -151,6 +157,8 @@ class Guards(GuardConditions):
         while self._left and self.why is None:
             self._visit_all()
         self._watch_states()
+        if self._asks_optree:
+            self._watch_optree()
         # They hold objects that nothing asks for, which may lead anywhere.
         del self._asked, self._states, self._registered
 
@@ -270,7 +278,26 @@ class Guards(GuardConditions):
     def _visit_wrapper(self, value: Any) -> None:
         if isinstance(value, functools.cached_property):  # the others are as they were made
             self._attributes.append((value, "func", value.func))
+        if is_of_optree(value) and not self._asks_optree:
+            self._asks_optree = True
+            self._left += registered_with_optree()
         self._left += find_wrapped(value, self._asked)
+
+    def _watch_optree(self) -> None:
+        """What others may tell optree: of which classes it makes leaves, and in which order."""
+        registry = registry_of_optree()
+        self._held[id(registry)] = registry
+        self._watch_entries(registry)
+        texts = {key[0] for key in registry if isinstance(key, tuple)}
+        texts |= {x for *_, x in self._names + self._attributes if isinstance(x, str)}
+        for names, keys, values in self._dicts:
+            if names is not registry and "namespace" in keys:
+                texts |= {x for x in values if isinstance(x, str)}
+        for func in self._functions:
+            texts.update(namespaces_in(func.__code__))
+            texts |= {x for x in func.__defaults__ or () if isinstance(x, str)}
+        names = tuple(sorted(name for name in texts if name.isprintable() and " " not in name))
+        self.watch_answer(functools.partial(is_in_order_of_optree, ("", *names)))
 
     def _visit_cache(self, func: Any) -> None:
         self._others.append(make_cache_test(func))

@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from forall._compat import pytree
-from forall._compat.private_api import OpOverload, OpOverloadPacket
+from forall._compat.private_api import OpOverload, OpOverloadPacket, module_of
 from forall._core.python_state import UnguardedState, is_not_users
 from forall._jit.guards.leaves import DICT_VIEWS, LRU_CACHE, WRAPPERS
 
@@ -279,7 +279,7 @@ def _class_hides_state(kind: type) -> bool:
 def _is_numpy_class(kind: type) -> bool:
     """True for a class of numpy's without hidden state: arrays, and immutable objects."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not kind.__module__.startswith("numpy") or kind is numpy.void:
+    if numpy is None or not module_of(kind).startswith("numpy") or kind is numpy.void:
         return False
     fixed = (numpy.generic, numpy.dtype, numpy.ufunc, type(numpy.sum))
     return kind in (numpy.ndarray, numpy.matrix) or issubclass(kind, fixed)
@@ -376,4 +376,4 @@ def _is_permanent(x: Any) -> bool:
     """True if an object is the same in each call: a definition of a module's, or our own."""
     if isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
         return "<locals>" not in x.__qualname__ and "<lambda>" not in x.__qualname__
-    return type(x).__module__.partition(".")[0] == "forall" or _is_constant_value(x)
+    return module_of(type(x)).partition(".")[0] == "forall" or _is_constant_value(x)

@@ -31,7 +31,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from forall._compat.ambient_settings import get_allowed_kernels
-from forall._compat.pure_functions import WORDS
+from forall._compat.pure_functions import WORDS, is_of_optree
 from forall._core.python_state import WeakBox, is_not_users
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def find_wrapped(value: Any, asked: AttributeNames) -> Iterator[Any]:
     if isinstance(value, BuiltinFunctionType):
         if value is pickle.dumps:  # it calls functions that are registered for a class
             return chain([copyreg.dispatch_table], asked.release_for_value(value))
-        alone = isinstance(value.__self__, ModuleType)
+        alone = isinstance(value.__self__, ModuleType) or is_of_optree(value)
         return chain([] if alone else [value.__self__], asked.release_for_value(value))
     more = asked.release_makers() if type(value) is classmethod else ()
     return chain([value.__func__, getattr(value, "__self__", None)], more)

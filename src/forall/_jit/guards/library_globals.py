@@ -8,9 +8,11 @@ the library reads (`torch.distributions.kl.register_kl`).
 from __future__ import annotations
 
 import functools
+import sys
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from forall._compat.private_api import module_of
 from forall._core.code_table import walk_codes
 from forall._core.python_state import (
     cell_contents_of,
@@ -78,6 +80,60 @@ def find_inner_functions(func: FunctionType) -> Iterator[FunctionType]:
     """The functions in the closure of a library's function, and the one that it wraps."""
     held = [*map(cell_contents_of, func.__closure__ or ()), vars(func).get("__wrapped__")]
     yield from (value for value in held if isinstance(value, FunctionType))
+
+
+def registry_of_optree() -> dict[Any, Any]:
+    """The classes that optree takes apart, alone or in a namespace."""
+    return sys.modules["optree.registry"]._NODETYPE_REGISTRY
+
+
+def registered_with_optree() -> Iterator[Any]:
+    """What optree calls to take classes apart, and put them together, of others than libraries."""
+    for entry in registry_of_optree().values():
+        if module_of(entry.type).partition(".")[0] != "optree":  # else by methods of that class
+            yield from _of_others(entry.flatten_func)
+            yield from _of_others(entry.unflatten_func)
+
+
+def _of_others(func: Any) -> Iterator[Any]:
+    """What is not a library's own of a function, or of those that it wraps."""
+    if isinstance(func, type) and is_not_users(func):
+        return
+    if not isinstance(func, FunctionType) or not _is_known_to_be_pure(func):
+        yield func
+        return
+    for cell in func.__closure__ or ():
+        if callable(inner := cell_contents_of(cell)):
+            yield from _of_others(inner)
+
+
+def _is_known_to_be_pure(func: FunctionType) -> bool:
+    return is_not_users(func) or module_name_of(func).partition(".")[0] == "optree"
+
+
+def is_in_order_of_optree(namespaces: tuple[str, ...]) -> tuple[bool, ...]:
+    """Whether optree takes dicts apart in their own order in each of these, and not sorted."""
+    ask = sys.modules["optree._C"].is_dict_insertion_ordered
+    return tuple(ask(name, False) for name in namespaces)
+
+
+def namespaces_in(code: CodeType) -> Iterator[str]:
+    """The texts in code that names a namespace, or in code inside it."""
+    for inner in walk_codes(code):
+        texts = {text for c in inner.co_consts for text in _texts(c)}
+        if _NAMESPACE in texts.union(inner.co_names, inner.co_varnames):
+            yield from texts
+
+
+def _texts(constant: Any) -> Iterator[str]:
+    if isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, (tuple, frozenset)):
+        for inner in constant:
+            yield from _texts(inner)
+
+
+_NAMESPACE = "namespace"  # the name of optree's own parameter, which is given by name
 
 
 def select_users_entries(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
