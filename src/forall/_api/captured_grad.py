@@ -120,7 +120,7 @@ def _flags(retain_graph: bool | None, create_graph: bool) -> tuple[bool, bool]:
 
 
 def _answer(found: list, inputs: Any, allow_unused: bool | None, materialize_grads: bool) -> tuple:
-    """What torch.autograd.grad gives for these gradients, or says of those that are missing."""
+    """Return what torch.autograd.grad gives for these gradients, or raise for missing ones."""
     if materialize_grads:
         with torch.no_grad():
             return tuple(

@@ -284,7 +284,7 @@ class Guards(GuardConditions):
         self._left += find_wrapped(value, self._asked)
 
     def _watch_optree(self) -> None:
-        """What others may tell optree: of which classes it makes leaves, and in which order."""
+        """Watch what others may tell optree: the classes that it takes apart, and its order of dicts."""
         registry = registry_of_optree()
         self._held[id(registry)] = registry
         self._watch_entries(registry)

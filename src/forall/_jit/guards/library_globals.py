@@ -88,7 +88,7 @@ def registry_of_optree() -> dict[Any, Any]:
 
 
 def registered_with_optree() -> Iterator[Any]:
-    """What optree calls to take classes apart, and put them together, of others than libraries."""
+    """Yield the functions, not of libraries, by which optree flattens and unflattens classes."""
     for entry in registry_of_optree().values():
         if module_of(entry.type).partition(".")[0] != "optree":  # else by methods of that class
             yield from _of_others(entry.flatten_func)
@@ -96,7 +96,7 @@ def registered_with_optree() -> Iterator[Any]:
 
 
 def _of_others(func: Any) -> Iterator[Any]:
-    """What is not a library's own of a function, or of those that it wraps."""
+    """Yield a function, or those that it wraps, if they are not a library's own."""
     if isinstance(func, type) and is_not_users(func):
         return
     if not isinstance(func, FunctionType) or not _is_known_to_be_pure(func):
@@ -112,7 +112,7 @@ def _is_known_to_be_pure(func: FunctionType) -> bool:
 
 
 def is_in_order_of_optree(namespaces: tuple[str, ...]) -> tuple[bool, ...]:
-    """Whether optree takes dicts apart in their own order in each of these, and not sorted."""
+    """Return for each namespace True if optree keeps the order of dicts, and does not sort."""
     ask = sys.modules["optree._C"].is_dict_insertion_ordered
     return tuple(ask(name, False) for name in namespaces)
 
