@@ -9,17 +9,22 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/_efficientzerotensor.h>
 #include <ATen/ops/_local_scalar_dense_cpu_dispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/dot.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/vdot.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
+
+#include <pthread.h>
 
 #include <atomic>
 #include <cstring>
@@ -41,8 +46,8 @@ const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
 thread_local c10::DeviceIndex current = 0;
 
-std::atomic<int64_t> waits{0}, sent{0}, live{0}, peak{0}, limit{0}, emptied{0};
-std::atomic<bool> forbidden{false};
+std::atomic<int64_t> waits{0}, sent{0}, live{0}, peak{0}, limit{0}, emptied{0}, lost{0};
+std::atomic<bool> forbidden{false}, forked{false};
 
 // The host waits here until a real device has done all that was asked of it.
 void wait_for_device(const std::string& why) {
@@ -54,6 +59,8 @@ void wait_for_device(const std::string& why) {
 
 struct Memory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
+    // A child has none of the device's threads, and would wait for them for good: CUDA refuses it too.
+    TORCH_CHECK(!forked.load(), "Cannot re-initialize fakedev in a forked process. Use the 'spawn' start method");
     if (!bytes) return {nullptr, nullptr, nullptr, c10::Device(kFake, current)};
     const auto all = live.load() + int64_t(bytes);
     if (limit.load() && all > limit.load())
@@ -156,6 +163,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 const bool has_hooks = [] {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  pthread_atfork(nullptr, nullptr, [] { forked = true; });
   return true;
 }();
 
@@ -530,6 +538,30 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
   return {onto(to_input, d), onto(to_hidden, d), onto(g * i, d), sum(to_input), sum(to_hidden)};
 }
 
+// A kernel of CUDA's that asserts what is false ends the use of the device by the whole process. The host hears of it
+// at some later call; here it is this one, and the device can be used on.
+void hold(const at::Tensor& holds) {
+  if (at::cpu::_local_scalar_dense(alias_on_cpu(holds)).to<bool>()) return;
+  ++lost;
+  TORCH_CHECK(false, "fakedev error: device-side assert triggered");
+}
+void assert_async(const at::Tensor& holds) { hold(holds); }
+void assert_async_msg(const at::Tensor& holds, c10::string_view) { hold(holds); }
+
+// Torch makes a nested tensor of any device, and the first question to one of this device would end the process.
+void refuse(const c10::OperatorHandle& op, Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "fakedev has no nested tensors: ", op.schema().name());
+}
+
+// Torch's own kernels of these see to lazy zeros themselves, whatever the other factor holds.
+at::Tensor without_zeros(const at::Tensor& a, const at::Tensor& b, at::Tensor (*product)(const at::Tensor&, const at::Tensor&)) {
+  same_device(a, b);
+  if (a._is_zerotensor() || b._is_zerotensor()) return at::_efficientzerotensor({}, a.options());
+  return onto(product(alias_on_cpu(a), alias_on_cpu(b)), a.device());
+}
+at::Tensor dot(const at::Tensor& a, const at::Tensor& b) { return without_zeros(a, b, at::dot); }
+at::Tensor vdot(const at::Tensor& a, const at::Tensor& b) { return without_zeros(a, b, at::vdot); }
+
 // Under autocast, products are taken in the lower precision, as on CUDA.
 void run_cast(const c10::OperatorHandle& op, Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKeySet(c10::DispatchKey::AutocastPrivateUse1));
@@ -572,6 +604,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_empty);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  for (const auto* name : {"_nested_tensor_from_tensor_list", "_nested_view_from_buffer", "_nested_from_padded"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  m.impl("dot", dot);
+  m.impl("vdot", vdot);
+  m.impl("_assert_async", assert_async);
+  m.impl("_assert_async.msg", assert_async_msg);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);
@@ -597,6 +635,7 @@ TORCH_LIBRARY(fakedev, m) {
   m.def("reset_peak() -> ()", [] { peak = live.load(); });
   m.def("limit(int bytes) -> ()", [](int64_t bytes) { limit = bytes; });
   m.def("emptied() -> int", [] { return emptied.load(); });
+  m.def("lost() -> int", [] { return lost.load(); });
   m.def("current() -> int", [] { return int64_t(current); });
   m.def("set_current(int i) -> ()", [](int64_t i) { current = c10::DeviceIndex(i); });
   m.def("default_generator(int i) -> Generator?",

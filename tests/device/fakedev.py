@@ -143,6 +143,11 @@ def emptied() -> int:
     return _ops.emptied()
 
 
+def lost() -> int:
+    """How often a kernel's failed assertion would have ended the use of the device so far."""
+    return _ops.lost()
+
+
 @contextmanager
 def no_waits() -> Iterator[None]:
     """Raise where the host would wait for the device, at that call."""

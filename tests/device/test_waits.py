@@ -1,9 +1,10 @@
 """No transform has the host wait for the device, where no Python question of data is asked."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, stack_module_state
 from torch.utils._pytree import tree_leaves
 
 import forall
@@ -11,15 +12,22 @@ from device import fakedev
 from forall import (
     associative_scan,
     fori_loop,
+    functional_call,
     grad,
     grad_and_value,
     hessian,
+    hessian_diag,
+    hvp,
     jacfwd,
+    jacobian,
     jacrev,
     jit,
     jvp,
+    laplacian,
     linearize,
+    per_example_grad_norm,
     scan,
+    stack_module_state,
     vjp,
     vmap,
 )
@@ -40,6 +48,10 @@ def f(x):
 
 def loss(x):
     return f(x).square().sum()
+
+
+def weighed(w, x):
+    return (x @ w).tanh().square().sum()
 
 
 def writes(x):
@@ -183,6 +195,30 @@ CALLS = {
     "jit of vmap of grad": lambda: PER_EXAMPLE(XS),
     "keys": lambda: forall.random.normal(forall.random.split(KEY, 3)[0], (3,)),
     "vmap of keys": lambda: vmap(lambda k: forall.random.normal(k, (3,)))(KEYS),
+    "jacobian": lambda: jacobian(f)(X),
+    "jacobian, value": lambda: jacobian(f, return_value=True)(X),
+    "hessian_diag": lambda: hessian_diag(f)(X),
+    "vmap of hessian_diag": lambda: vmap(hessian_diag(loss))(XS),
+    "hvp": lambda: hvp(loss)(X, V),
+    "vmap of hvp": lambda: vmap(hvp(loss), in_dims=(0, None))(XS, V),
+    "laplacian": lambda: laplacian(loss)(X),
+    "vmap of laplacian": lambda: vmap(laplacian(loss))(XS),
+    "grad of laplacian": lambda: grad(laplacian(loss))(X),
+    "map": lambda: forall.map(f, XS),
+    "map, in batches": lambda: forall.map(f, XS, batch_size=2),
+    "per_example_grad_norm": lambda: per_example_grad_norm(weighed)(W, XS),
+    "functionalize": lambda: forall.functionalize(writes)(X),
+    "vmap of functionalize": lambda: vmap(forall.functionalize(f))(XS),
+    "rearrange": lambda: vmap(lambda x: forall.rearrange(x, "a b -> b a"))(IMAGES),
+    "stacked": lambda: vmap(lambda x: [forall.stacked(x), x * 2][1])(XS),
+    "debug_unwrap": lambda: vmap(lambda x: [forall.debug_unwrap(x), x * 2][1])(XS),
+    "explain": lambda: forall.explain(vmap(f))(XS).result,
+    "cond of a number": lambda: forall.cond(True, f, writes, X),
+    "switch of a number": lambda: forall.switch(1, [torch.sin, f], X),
+    "functional_call": lambda: functional_call(CONV, dict(CONV.named_parameters()), (IMAGES,)),
+    "stack_module_state": lambda: vmap(ensemble, in_dims=((0, 0), None))(
+        stack_module_state(NETS), X
+    ),
     "an ensemble": lambda: vmap(ensemble, in_dims=((0, 0), None))(STATE, X),
     "outside": outside,
     "per-example gradients of batch norm": per_example_gradients_of_batch_norm,
@@ -215,8 +251,40 @@ def test_nothing_is_sent_to_the_device(name, monkeypatch):
     assert fakedev.sent() == before
 
 
-def test_a_branch_waits_once():
-    f = lambda x: forall.cond(x.sum() > 0, torch.sin, torch.cos, x)  # noqa: E731
-    before = fakedev.waits()
-    grad(lambda x: f(x).sum())(X)
-    assert fakedev.waits() == before + 1
+# What takes its way by numbers of the device waits for them, so often and no more.
+ASKING = {
+    "cond": (1, lambda: forall.cond(V.sum() > 0, torch.sin, torch.cos, X)),
+    "grad of cond": (1, lambda: grad(lambda x: forall.cond(x.sum() > 0, f, f, x).sum())(X)),
+    "vmap of cond": (
+        1,
+        lambda: vmap(lambda x: forall.cond(x.sum() > 0, torch.sin, f, x))(XS),
+    ),
+    "switch": (1, lambda: forall.switch(PLACES[1], [torch.sin, torch.cos], X)),
+    "while_loop": (
+        4,  # a question before each of three steps, and the last
+        lambda: forall.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, f(s[1])), (ZERO, X)),
+    ),
+    "if": (1, lambda: vmap(lambda x: x * 2 if x.sum() > 0 else f(x))(XS)),
+}
+ZERO = torch.zeros((), device=D)
+# These run no function of tensors.
+OTHERS = {"Chunks", "Explanation", "PerformanceWarning", "config", "install", "installed"}
+OTHERS |= {"replace_all_batch_norm_modules_", "uninstall"}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_question_waits_once(name, monkeypatch):
+    """In most calls: now and then another way of running the examples is tried."""
+    monkeypatch.setattr(forall.config, "replay", True)
+    waits, call = ASKING[name]
+    found = []
+    for _ in range(9):
+        before = fakedev.waits()
+        call()
+        found.append(fakedev.waits() - before)
+    assert sorted(found)[:6] == [waits] * 6
+
+
+def test_every_public_transform_is_counted():
+    named = {word for name in (*CALLS, *ASKING) for word in re.findall(r"\w+", name)}
+    assert {*forall.__all__} - OTHERS <= named

@@ -42,11 +42,6 @@ def unrecorded(function):
     return case(function)
 
 
-def answered(function):
-    """A program asserts answers on the CPU alone: on a GPU a failed assertion ends the process."""
-    return case(function) if HERE.type == "cpu" else unrecorded(function)
-
-
 def xs(i, *shape, dtype=None):
     return torch.randn(*(shape or (3,)), generator=make_generator(i), dtype=dtype)
 
@@ -650,7 +645,7 @@ def functional_calls(jit):
 # --- what is not a function of its arguments alone ------------------------------------------------
 
 
-@answered
+@case
 def a_branch_on_a_number(jit):
     f = jit(lambda x: x * 2 if x.sum() > 0 else x - 1)
     return lambda i: f(xs(i))
@@ -662,19 +657,19 @@ def a_branch_that_is_ever_another(jit):
     return lambda i: [f(xs(i), torch.tensor(i + k)) for k in range(4)]
 
 
-@answered
+@case
 def a_whole_number(jit):
     f = jit(lambda x, batch: x.new_zeros(int(batch.max()) + 1).index_add(0, batch, x))
     return lambda i: f(xs(i), torch.tensor([0, 1, 1 if i < 3 else 2]))
 
 
-@answered
+@case
 def a_whole_number_asked_for_its_truth(jit):
     f = jit(lambda x, n: x * 2 if n else x - 1)
     return lambda i: f(xs(i), torch.tensor(i // 2))
 
 
-@answered
+@case
 def a_whole_number_of_all_examples(jit):
     f = jit(vmap(lambda x, n: x.narrow(0, 0, n.item()).sin(), in_dims=(0, None)))
     return lambda i: f(xs(i, 4, 3), torch.tensor(2 if i < 3 else 3))
@@ -728,13 +723,13 @@ def picked_with_a_derivative_outside(jit):
     return call
 
 
-@answered
+@case
 def a_branch_that_is_another_from_some_call_on(jit):
     f = jit(grad(lambda x: (x * 2 if (x > 0).all() else x.exp()).sum()))
     return lambda i: f(xs(i).abs() * (1 if i < 3 else -1))
 
 
-@answered
+@case
 def a_check_that_raises(jit):
     def f(x):
         if not (x > 0).all():
@@ -752,7 +747,7 @@ def a_check_that_raises(jit):
     return call
 
 
-@answered
+@case
 def a_check_of_each_example_that_raises(jit):
     def f(x):
         if (x < 0).any():
@@ -773,7 +768,7 @@ def a_check_of_each_example_that_raises(jit):
     return call
 
 
-@answered
+@case
 def a_distribution_that_checks_its_arguments(jit):
     def log_density(mean, scale, x):
         return torch.distributions.Normal(mean, scale).log_prob(x).sum()
@@ -792,7 +787,7 @@ def a_distribution_that_checks_its_arguments(jit):
     return call
 
 
-@answered
+@case
 def a_loop_of_some_steps(jit):
     def halved(x):
         while (x.abs() > 1).any():
@@ -803,7 +798,7 @@ def a_loop_of_some_steps(jit):
     return lambda i: f(xs(i) * 2 ** (i // 3))
 
 
-@answered
+@case
 def numbers_drawn_before_a_branch(jit):
     def f(x):
         noise = torch.rand(3)
@@ -833,7 +828,7 @@ def an_argument_written_before_a_branch(jit):
     return call
 
 
-@answered
+@case
 def memory_of_its_own_written_before_a_branch(jit):
     def f(x):
         y = x.clone()
@@ -844,7 +839,7 @@ def memory_of_its_own_written_before_a_branch(jit):
     return lambda i: g(xs(i).abs() * (-1) ** (i // 2))
 
 
-@answered
+@case
 def a_branch_on_what_is_captured(jit):
     w = torch.ones(3)
     f = jit(lambda x: x * w if torch.isfinite(w).all() else x)
@@ -856,7 +851,7 @@ def a_branch_on_what_is_captured(jit):
     return call
 
 
-@answered
+@case
 def a_branch_with_a_derivative_outside(jit):
     w = torch.ones(3, requires_grad=True)
     f = jit(lambda x: (x * w).sin() if (x * w > 0).all() else (x * w * w).cos())
@@ -869,19 +864,19 @@ def a_branch_with_a_derivative_outside(jit):
     return call
 
 
-@answered
+@case
 def a_truth_taken_for_a_number(jit):
     f = jit(lambda x: x * (x > 0).all().item() + (x < 5).any().item())
     return lambda i: f(xs(i).abs() * (-1) ** (i // 2))
 
 
-@answered
+@case
 def examples_that_agree(jit):
     f = jit(vmap(lambda x: x * 2 if x > 0 else x - 1))
     return lambda i: f(xs(i, 6).abs() * (-1) ** (i // 3))
 
 
-@answered
+@case
 def a_test_of_what_is_the_same_for_all_examples(jit):
     def f(x, w):
         return x * w if (w * 1 > 0).all() else x - w
@@ -890,7 +885,7 @@ def a_test_of_what_is_the_same_for_all_examples(jit):
     return lambda i: f(xs(i, 6, 3), xs(i).abs() * (-1) ** (i // 2))
 
 
-@answered
+@case
 def a_test_of_what_is_captured_by_all_examples(jit):
     w = torch.ones(3)
     f = jit(vmap(grad(lambda x: (x * w if w.prod() > 0 else (x - w).exp()).sum())))
@@ -902,14 +897,14 @@ def a_test_of_what_is_captured_by_all_examples(jit):
     return call
 
 
-@answered
+@case
 def a_test_of_one_map_in_another(jit):
     inner = vmap(lambda x, y: x * 2 if (y > 0).all() else x.exp(), (0, None))
     f = jit(vmap(inner, (None, 0)))
     return lambda i: f(xs(i, 4), xs(i, 2, 3).abs() * (-1) ** (i // 3))
 
 
-@answered
+@case
 def a_test_in_inference_mode(jit):
     f = jit(vmap(lambda x: x * 2 if (x > 0).all() else x - 1))
 
@@ -932,13 +927,13 @@ def places_that_each_example_is_split_at(jit):
     return lambda i: f(xs(i, 2, 6), torch.tensor([[1 + i // 2]] * 2))
 
 
-@answered
+@case
 def a_test_of_a_tangents_value(jit):
     f = jit(lambda x: jvp(lambda y: y * 2 if (y.sin() > 0).all() else y.exp(), (x,), (x,))[1])
     return lambda i: f(xs(i).abs().clamp(0.1, 3) * (-1) ** (i // 2))
 
 
-@answered
+@case
 def examples_of_two_maps_that_agree(jit):
     f = jit(vmap(vmap(lambda x: x * 2 if (x > 0).all() else x.exp(), in_dims=1)))
     return lambda i: f(xs(i, 2, 3, 4).abs() * (-1) ** (i // 3))
@@ -979,7 +974,7 @@ def a_branch_in_a_backward_outside(jit):
     return call
 
 
-@answered
+@case
 def a_branch_in_a_backward(jit):
     f = jit(grad(lambda x: (Branching.apply(x) * x.detach()).sum()))
     return lambda i: f(xs(i).abs() * (-1) ** (i // 2))

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draws import make_generator
 from forall import grad, jacfwd, jvp, linearize, vmap
 
 D = torch.float64
-generator = torch.Generator().manual_seed(2)
+generator = make_generator(2)
 X = torch.randn(5, 4, dtype=D, generator=generator)
 W = torch.randn(3, 4, dtype=D, generator=generator)
 V = torch.randn(3, 4, dtype=D, generator=generator)

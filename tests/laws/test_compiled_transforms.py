@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import forall
+from draws import make_generator
 from forall import (
     functional_call,
     grad,
@@ -42,7 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 ]
 
-GENERATOR = torch.Generator().manual_seed(0)
+GENERATOR = make_generator()
 X = torch.randn(4, 3, dtype=torch.float64, generator=GENERATOR)
 W = torch.randn(3, 3, dtype=torch.float64, generator=GENERATOR)
 MODEL = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
@@ -331,6 +332,14 @@ def test_draws(randomness):
     torch.testing.assert_close(*found)
     _, dropped, (pulled,) = found[1]
     torch.testing.assert_close(dropped, X * pulled)  # the draw of the value is that of the pull
+
+
+def test_a_default_device_is_on_within_the_transform():
+    f = vmap(lambda a: a * torch.ones(3, dtype=a.dtype))
+    with torch.device("meta"):
+        torch.compiler.reset()
+        compiled = torch.compile(f, backend="eager", fullgraph=True)
+        assert compiled(torch.empty_like(X, device="meta")).is_meta
 
 
 def test_sizes_left_open_compile_once():

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jit, jvp, vjp, vmap
 
 pytestmark = [
@@ -26,7 +27,7 @@ pytestmark = [
 
 D = torch.float64
 B, H, L, E = 2, 4, 6, 4
-generator = torch.Generator().manual_seed(5)
+generator = make_generator(5)
 
 
 def draw(*shape: int, dtype: torch.dtype = D) -> Tensor:

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import forall
+from draws import make_generator
 from forall import grad, grad_and_value, hessian, jacfwd, jacobian, jacrev, jit, jvp, vjp, vmap
 
 D = torch.complex128
 VERBS = [jacrev, jacfwd, jacobian]
 
-generator = torch.Generator().manual_seed(7)
+generator = make_generator(7)
 Z = torch.randn(3, dtype=D, generator=generator)
 ZS = torch.randn(4, 3, dtype=D, generator=generator)
 A = torch.randn(3, 3, dtype=D, generator=generator) + 3 * torch.eye(3)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import forall
+from draws import make_generator
 from forall import grad, grad_and_value, jacfwd, jacrev, jit, jvp, vjp, vmap
 from golden import refused
 
@@ -22,7 +23,7 @@ from golden import refused
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 
 D = torch.float64
-generator = torch.Generator().manual_seed(3)
+generator = make_generator(3)
 W = torch.randn(4, 4, dtype=D, generator=generator)
 LENGTHS = [3, 1, 4, 3, 2]
 ROWS = [torch.randn(n, 4, dtype=D, generator=generator) for n in LENGTHS]

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as again
 
 import forall
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
 
 D = torch.float64
-generator = torch.Generator().manual_seed(11)
+generator = make_generator(11)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*nested tensors:UserWarning", "ignore:.*has no rule:forall.PerformanceWarning"
 )

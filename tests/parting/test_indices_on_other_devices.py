@@ -62,7 +62,7 @@ def test_one_copy_for_each_step_of_a_loop(copied):
     few = torch.tensor([1, 2, 3, 4])
     found = vmap(f)(few, xs, ys)
     assert [t.shape for t in found] == [(4, 3)] * 2
-    assert len(copied) <= 2 * int(few.max())
+    assert sum(device == "meta" for _, device in copied) <= 2 * int(few.max())
 
 
 def test_nothing_is_copied_for_tensors_of_the_cpu(copied):

@@ -151,7 +151,8 @@ def push_forward(
             primal_out.append(p)
             tangent_out.append(torch.zeros_like(p) if t is None else t)
         if outer and written is not None:
-            taken = [(level.beside[i], d) for i, d in level.stand_ins.items()]
+            found = [(t, level.stand_ins.get(id(t))) for t in beside]
+            taken = [(t, d) for t, d in found if d is not None]
             taken += [
                 (p, d) for p, d, c in zip(flat, duals, counts, strict=True) if not c.has_no_writes()
             ]

@@ -101,10 +101,7 @@ class DualTensor(Wrapper):
         super().loses(name)
         with run_outside(self.level), functions_off():
             if unpack_dual(self, self.level)[1] is not None:
-                raise RuntimeError(
-                    f"jvp: x.{name}() would lose the tangent that x has.\n"
-                    f"Use x.detach().{name}() if that is meant, or operators of torch."
-                )
+                raise loses_tangent(name)
 
     def lay_out_alone(self, gaps: bool = False) -> bool:
         if not isinstance(self.value, Wrapper):
@@ -225,6 +222,13 @@ class KeepPrimal(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, t, _):
         return t
+
+
+def loses_tangent(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"jvp: x.{name}() would lose the tangent that x has.\n"
+        f"Use x.detach().{name}() if that is meant, or operators of torch."
+    )
 
 
 def unpack_dual(y: torch.Tensor, level: DualLevel) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -18,6 +18,7 @@ from forall._autodiff.dual_tensor import (
     DualTensor,
     KeepPrimal,
     LiftToDual,
+    loses_tangent,
     unpack_dual,
     wrap_dual,
 )
@@ -73,6 +74,7 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default  # by its schema a view, but of 
 _FILL = aten.fill_.Tensor
 _DETACH = aten.detach.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
+_TO_COPY = aten._to_copy.default
 # The inner forward mode must not see these: at this level they are aliases of the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
 
@@ -90,7 +92,8 @@ class JvpLevel(DualLevel, DispatchMode):
         DualLevel.__init__(self, parent, outer_grad)
         self.left_on: list[torch.Tensor] = []  # leaves that got a gradient of this level
         # Arguments from outside, by identity, and the values of this level that replace those that
-        # were used: a value with a tangent may be written into an argument.
+        # were used: a value with a tangent may be written into an argument. Copies that the host
+        # reads are kept here too.
         self.beside: dict[int, torch.Tensor] = {}
         self.stand_ins: dict[int, DualTensor] = {}
 
@@ -198,7 +201,13 @@ class JvpLevel(DualLevel, DispatchMode):
             if level is not self and not level.is_outside(self):
                 return NotImplemented
         if func is _DETACH and type(args[0]) is torch.Tensor and is_excluded(AUTOGRAD):
+            if id(args[0]) in self.stand_ins and self.carries_tangent(self.stand_ins[id(args[0])]):
+                raise loses_tangent("numpy")
             return func(*args)  # numpy reads the memory of this tensor
+        if func is _TO_COPY and self._is_for_the_host(args[0], kwargs or {}):
+            copy = func(*args, **(kwargs or {}))
+            self.beside[id(copy)] = copy
+            return copy
         try:
             if self.beside:
                 return self._run_on_outer_args(func, args, kwargs or {})
@@ -228,6 +237,19 @@ class JvpLevel(DualLevel, DispatchMode):
             rows = a.values()
         return replace_raw_rows(a, wrap_dual(rows, self))
 
+    def _is_for_the_host(self, a: Any, kwargs: dict) -> bool:
+        """Return True if torch may copy a tensor from outside to read its memory, as for `tolist`.
+
+        A value of this level has no memory.
+        """
+        device = kwargs.get("device")
+        return (
+            device is not None
+            and device.type == "cpu"
+            and type(a) is torch.Tensor
+            and not (a.is_cpu or a.is_meta or a.requires_grad or id(a) in self.beside)
+        )
+
     def replace_outer_arg(self, a: Any) -> Any:
         """Return the value of this level for an argument from outside; anything else as it is."""
         if id(a) not in self.beside:
@@ -237,7 +259,9 @@ class JvpLevel(DualLevel, DispatchMode):
             if a.requires_grad:  # it is shared with its history, above autograd
                 return a
             with functions_off():
-                found = self.stand_ins[id(a)] = wrap_dual(lift(a, self.born_in), self)
+                value = lift(a, self.born_in)
+                # Torch's copy_ would take the tangent from the argument itself, which it also sees.
+                found = self.stand_ins[id(a)] = wrap_dual(a.data if value is a else value, self)
         return found
 
     def _run_on_outer_args(self, func: Any, args: tuple, kwargs: dict) -> Any:

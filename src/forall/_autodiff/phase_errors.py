@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from forall._compat.assertions import require
 from forall._compat.dispatch_state import count_dispatch_modes, functions_off
 from forall._compat.op_schema import met
 from forall._compat.wrapper_tensor import Wrapper
@@ -55,4 +56,4 @@ class PhaseCheckHook:
         with torch.no_grad(), functions_off():
             phases = (self.node._saved_eigenvectors.conj() * g).sum(-2).imag
             holds = (phases.abs() <= 0.01).all()  # torch's tolerance
-            aten._assert_async.msg(holds, f"{PHASES[type(self.node).__name__]}: {_DEPENDS}")
+            require(holds, f"{PHASES[type(self.node).__name__]}: {_DEPENDS}")

@@ -33,6 +33,10 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
     _HOP_NAME = "forall_transform"
     _ALLOW_FALLBACK_TO_EAGER = True
 
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        """Ask no function mode: a default device is to be on where the function is traced."""
+        return self._call_function(tx, args, kwargs)
+
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         """Trace the function for one example, and put the call into the graph."""
         _, verb, options, _, _, body, operands, tensors = args

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor as Jagged
 
+from forall._compat.dispatch_state import no_dispatch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -46,11 +48,17 @@ def find_jagged_dim(nested: torch.Tensor) -> int:
 
 def split_components(nested: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the components as views with derivatives of any order; those of unbind have one."""
-    rows, starts, dim = nested.values(), nested.offsets().tolist(), find_jagged_dim(nested)
+    rows, starts, dim = nested.values(), _numbers(nested.offsets()), find_jagged_dim(nested)
     if nested.lengths() is None:
         return rows.split([b - a for a, b in pairwise(starts)], dim)
-    pairs = zip(starts[:-1], nested.lengths().tolist(), strict=True)
+    pairs = zip(starts[:-1], _numbers(nested.lengths()), strict=True)
     return [rows.narrow(dim, start, n) for start, n in pairs]
+
+
+def _numbers(places: torch.Tensor) -> list[int]:
+    """Return offsets as ints; a level would take the copy on the host for a value of its own."""
+    with no_dispatch():
+        return places.tolist()
 
 
 def replace_raw_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import serialization
 
 from forall._compat.device_threads import has_device_threads
 from forall._compat.private_api import PLAIN
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_SAVES = serialization._legacy_save.__code__
 
 
 def has_memory(t: torch.Tensor) -> bool:
@@ -22,6 +30,11 @@ def is_sole_owner(t: torch.Tensor) -> bool:
 def get_storage_id(t: torch.Tensor) -> int:
     """Return a number that is the same for all tensors which share this one's memory."""
     return t.untyped_storage()._cdata
+
+
+def is_saving_storage(frame: FrameType) -> bool:
+    """Return True if a frame writes a storage to a file; torch copies it to the CPU in C++."""
+    return frame.f_code is _SAVES
 
 
 # Texts of backends' out-of-memory errors that are no torch.OutOfMemoryError.

@@ -7,6 +7,7 @@ the buffers that torch's own code makes. The function mode is in `sharing`.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,7 @@ from forall._compat.jagged_layout import Jagged
 from forall._compat.lazy_bits import call_with_lazy_bits, copy_lazy_bits, set_lazy_bits
 from forall._compat.op_schema import find_written_tensors, get_facts
 from forall._compat.private_api import DispatchMode, pop_functions, push_functions
+from forall._compat.storage import is_saving_storage
 from forall._compat.symbolic_zeros import LINEAR, simplify_linear
 from forall._compat.tensor_subclass import (
     has_posed_class,
@@ -38,6 +40,7 @@ from forall._compat.tensor_subclass import (
 )
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core import nested_tensor
+from forall._core.call_site import OURS, TORCH, find_users_frame
 from forall._core.errors import collective_error, note_missing_axis
 from forall._core.levels import (
     Level,
@@ -90,6 +93,8 @@ _Tensor = torch.Tensor
 _HANDLERS = registry.HANDLERS
 _SHARED = registry.SHARED
 _DETACH = aten.detach.default
+_TO_COPY = aten._to_copy.default
+_HANDED_ON = OURS, f"{TORCH}_ops.py"  # by the levels further in
 _LIFT_FRESH = aten.lift_fresh.default  # by its schema a view, of the constant
 _pointwise = basic.handle_pointwise
 _INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
@@ -424,6 +429,12 @@ def run_shared_operator(level: VmapLevel, func: Any, args: tuple, kwargs: dict) 
     out = func(*plain, **{k: lower_shared(a, level) for k, a in kwargs.items()})
     if sparse_stack.can_stay_unwrapped(out, args):
         return sparse_stack.alias_constant(out)
+    if (
+        func is _TO_COPY
+        and not plain[0].is_cpu
+        and is_saving_storage(find_users_frame(sys._getframe(), _HANDED_ON))
+    ):
+        return out  # a copy of the host's, of which the memory is read next
     if fact.view and isinstance(args[0], BatchedTensor) and args[0].level is level:
         return basic.derive_views(args[0], func, args[1:], kwargs, out)
     out = wrap_results(out, None, level)

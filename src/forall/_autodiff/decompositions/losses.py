@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from forall._compat.assertions import require
+
 
 def reduce_loss(loss: torch.Tensor, reduction: int) -> torch.Tensor:
     """Return all losses, their mean or their sum, by aten's number of the reduction: 0, 1, 2."""
@@ -100,7 +102,7 @@ def segment_reduce(
     if offsets is None:  # then there are lengths
         offsets = torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
         if not unsafe:
-            torch.ops.aten._assert_async.msg(
+            require(
                 ((lengths >= 0).all() & (offsets[..., -1] == data.shape[axis]).all()),
                 "segment_reduce: lengths are at least 0, and their sum is the size of the axis",
             )

@@ -284,7 +284,7 @@ class Guards(GuardConditions):
         self._left += find_wrapped(value, self._asked)
 
     def _watch_optree(self) -> None:
-        """Watch what others may tell optree: the classes that it takes apart, and its order of dicts."""
+        """Watch what others may tell optree: the classes it takes apart, and its order of dicts."""
         registry = registry_of_optree()
         self._held[id(registry)] = registry
         self._watch_entries(registry)

@@ -19,7 +19,7 @@ from forall._compat.exception_safety import contextmanager
 from forall._compat.private_api import OpOverload, OpOverloadPacket
 from forall._compat.pure_functions import TELLS, is_python_composite
 from forall._core.levels import run_outside_all, stack
-from forall._jit.tracing.tracer import TELLING, TORCHS, is_integer_on_cpu
+from forall._jit.tracing.tracer import TELLING, TORCHS, holds_integers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -177,7 +177,7 @@ class SideEffectMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         self.recorder.chooses |= name in _KERNEL_CHOOSERS
         given = pytree.get_leaves((args, kwargs)) if name in _SIZE_READERS else []
-        if any(isinstance(x, torch.Tensor) and is_integer_on_cpu(x) for x in given):
+        if any(isinstance(x, torch.Tensor) and holds_integers(x) for x in given):
             self.recorder.stop_recording(f"{name} reads numbers of which no operator tells")
         before, self.recorder.given = self.recorder.given, (func, args, kwargs or {})
         try:

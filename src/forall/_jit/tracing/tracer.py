@@ -14,9 +14,9 @@ NOTE [answers]
     Most reads of data by Python are tests with the same answer each time: whether arguments are
     valid, whether all entries are finite. A program makes the same test and asserts the answer.
     Where the answer is another one, the program fails before any effect is seen outside, and the
-    function is called. On other devices than the CPU a failed assertion would end the process. An
-    integer is such an answer too (the number of nodes of a graph), and so is the shape of what is
-    selected by a mask, which the program computes and asserts.
+    function is called. An integer is such an answer too (the number of nodes of a graph), and so is
+    the shape of what is selected by a mask, which the program computes and asserts. For an answer
+    of an accelerator the program waits as the function does, see NOTE [assertions of a device].
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat import pytree
+from forall._compat.assertions import REQUIRE, raises_on_host
 from forall._compat.devices import synchronize_devices
 from forall._compat.dispatch_state import functions_off, in_torch_func
 from forall._compat.exception_safety import contextmanager
@@ -69,6 +70,7 @@ _HANDED_ON = f"{TORCH}_ops.py"  # the file of `OpOverload.__call__`
 
 _SEED = "it sets the state of a random generator"
 TORCHS = "a transform of torch.func's runs in it"
+_ANSWER = "an answer is another one than when this was recorded"
 TELLING = "it asks for what tells of a tensor more than its kind"
 _LEFT = "it takes a derivative in inference mode, or leaves that mode otherwise"
 
@@ -96,7 +98,7 @@ _NOT, _HOLDS, _SHAPED = (
     aten._assert_async.default,
     aten._assert_tensor_metadata.default,
 )
-ASSERT_OPS = frozenset({_HOLDS, _SHAPED})
+ASSERT_OPS = frozenset({_HOLDS, REQUIRE, _SHAPED})
 
 # Operators that give a tensor another shape in place, and the view that does the same.
 _AS_VIEWS = {
@@ -185,9 +187,9 @@ class Tracer(DispatchMode):
             return func(*args, **kwargs)
         if known.fresh and self._may_read_tensors(sys._getframe()):
             self.stop_recording("the numbers of tensors are read to make another")
-        if known.reads and self._hears and is_integer_on_cpu(args[0]):
+        if known.reads and self._hears and holds_integers(args[0]):
             return self._record_answer(func, args[0])
-        if func is _EQUAL and self._hears and args[0].is_cpu:
+        if func is _EQUAL and self._hears:
             return self._record_equal(*args)
         with functions_off():  # a backward pass has function modes on; they are not to see ours
             node = self._make_node(func, known, args, kwargs)
@@ -266,7 +268,8 @@ class Tracer(DispatchMode):
         """Record the assertion that a test has the answer that it has now."""
         if not answer:
             t = self.__torch_dispatch__(_NOT, (), (t,))
-        self.__torch_dispatch__(_HOLDS, (), (t,))
+        is_torchs = raises_on_host(t)
+        self.__torch_dispatch__(*((_HOLDS, (), (t,)) if is_torchs else (REQUIRE, (), (t, _ANSWER))))
 
     def _record_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Record `torch.equal`; where shapes differ, its answer does not depend on the data."""
@@ -528,9 +531,9 @@ def _holds_tensors(given: tuple) -> bool:
     return any(isinstance(x, torch.Tensor) for x in pytree.get_leaves(rows))
 
 
-def is_integer_on_cpu(t: torch.Tensor) -> bool:
-    """True for a tensor of integers or bools on the CPU, whose data Python may read."""
-    return t.is_cpu and not (t.is_floating_point() or t.is_complex())
+def holds_integers(t: torch.Tensor) -> bool:
+    """Return True for a tensor of integers or bools, whose data Python may read."""
+    return not (t.is_floating_point() or t.is_complex())
 
 
 def _has_mask(indices: Any) -> bool:

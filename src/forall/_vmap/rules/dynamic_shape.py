@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.assertions import require
 from forall._compat.dispatch_state import no_dispatch
 from forall._compat.shapes import broadcast_shapes
 from forall._core.errors import data_dependent_error
@@ -147,17 +148,17 @@ def _make_shape_error(func: Any) -> Exception:
 def _repeat_interleave(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return the index of the entry that each output repeats: (B, n) -> (B, output_size)."""
     repeats = move_to_front(args[0])
-    aten._assert_async.msg((repeats >= 0).all(), "repeats can not be negative")
+    size = kwargs.get("output_size")
+    # Who gives the size has nobody wait: then torch's kernel asserts on the device as well.
+    check = require if size is None else aten._assert_async.msg
+    check((repeats >= 0).all(), "repeats can not be negative")
     ends = repeats.cumsum(1)
     totals = ends[:, -1] if ends.shape[1] else ends.new_zeros(ends.shape[0])
-    size = kwargs.get("output_size")
     if size is None:
         cure = "Give output_size, the sum of repeats in every example."
         size = find_common_size(level, totals, "repeat_interleave(repeats)", cure)
     else:
-        aten._assert_async.msg(
-            (totals == size).all(), "allocated size does not match required size"
-        )
+        check((totals == size).all(), "allocated size does not match required size")
     places = torch.arange(size, device=ends.device, dtype=ends.dtype).expand(ends.shape[0], size)
     found = torch.searchsorted(ends, places.contiguous(), right=True)
     return wrap_stack(found.to(repeats.dtype), 0, level)
@@ -170,9 +171,7 @@ def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     size, numel = v.shape
     needs = v.amax(1).long() + 1 if numel and size else v.new_full((size,), least)
     if numel and size:
-        aten._assert_async.msg(
-            (v >= 0).all(), "bincount only supports 1-d non-negative integral inputs."
-        )
+        require((v >= 0).all(), "bincount only supports 1-d non-negative integral inputs.")
     cure = "Give minlength, one more than the largest value."
     longest = least
     if size:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from forall._compat.assertions import require
 from forall._vmap.batched_indices import flatten_examples, make_example_index
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
@@ -143,16 +144,14 @@ def _offset_bag_starts(begin: Tensor, length: int, differ: bool) -> Tensor:
     kernel checks the first offset of the first example alone.
     """
     if differ and begin.shape[1]:
-        aten._assert_async.msg(
-            (begin[:, 0] == 0).all(), "embedding_bag: offsets[0] has to be 0 in each example"
-        )
+        require((begin[:, 0] == 0).all(), "embedding_bag: offsets[0] has to be 0 in each example")
     return offset_indices(MappedStack(begin), len(begin), length, length + 1).flatten()
 
 
 def _is_last_bag_full(begin: Tensor, length: int) -> bool:
     """True if the last offset of each example, with ``include_last``, is the number of indices."""
     try:
-        aten._assert_async.msg((begin[:, -1] == length).all(), "embedding_bag: what follows a bag")
+        require((begin[:, -1] == length).all(), "embedding_bag: what follows a bag")
     except RuntimeError:
         return False
     return True

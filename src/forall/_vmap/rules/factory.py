@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from forall._compat.assertions import require
 from forall._vmap.batched_indices import flatten_examples
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
@@ -134,7 +135,7 @@ def _compute_steps(
         most = torch.iinfo(dtype)
         for e in (start, end):  # nan is in no range
             fits = ((e >= most.min) & (e <= most.max)).all()
-            aten._assert_async.msg(fits, f"value cannot be converted to {dtype} without overflow")
+            require(fits, f"value cannot be converted to {dtype} without overflow")
     n = torch.arange(steps, device=device)
     step = (end - start) / max(steps - 1, 1)
     return torch.where(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
 
+from forall._compat.assertions import REQUIRE, require
 from forall._core.axes import wrap_dim
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.mutation.in_place import pointwise_in_place
@@ -78,6 +79,9 @@ def _sum_by_bin(
     return out.scatter_add(1, torch.where(valid, bins, 0), weights)
 
 
+_ENDLESS = "histogram: the range of values is not finite"
+
+
 def _find_range(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
     """Return torch's range of the bins, by default that of the values.
 
@@ -86,10 +90,17 @@ def _find_range(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
     if limits is None and x.shape[1]:
         low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     else:
-        low, high = (x.new_full((x.shape[0], 1), limit) for limit in limits or (0, 1))
-    aten._assert_async.msg(
-        (low.isfinite() & high.isfinite()).all(), "histogram: the range of values is not finite"
-    )
+        limits = limits or (0, 1)
+        if not all(map(isfinite, limits)):
+            raise RuntimeError(_ENDLESS)
+        low, high = (x.new_full((x.shape[0], 1), limit) for limit in limits)
+        return _with_room(low, high, room)
+    require((low.isfinite() & high.isfinite()).all(), _ENDLESS)
+    return _with_room(low, high, room)
+
+
+def _with_room(low: Tensor, high: Tensor, room: float) -> tuple[Tensor, Tensor]:
+    """No range is empty."""
     flat = low == high
     return torch.where(flat, low - room, low), torch.where(flat, high + room, high)
 
@@ -269,6 +280,7 @@ register_rows(
     {
         aten._assert_async.default: _assert_all,
         aten._assert_async.msg: _assert_all,
+        REQUIRE: _assert_all,
         aten._foobar.default: handle_pointwise,
     }
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.assertions import require
 from forall._core.axes import stacked_dim
 from forall._vmap.batched_indices import (
     MASKS,
@@ -163,7 +164,7 @@ def _put_by_mask(w, x, mask, values, accumulate):
         filling = v.reshape(v.shape[0], *(1,) * (mask.dim() - 1), *v.shape[2:])
     else:
         fits = flatten_examples(mask).sum(1) == v.shape[1]
-        aten._assert_async.msg(fits.all(), "x[mask] = values: not as many values as true entries")
+        require(fits.all(), "x[mask] = values: not as many values as true entries")
         v = v.expand(x.shape[0], v.shape[1], *rest).flatten(1)
         everywhere = mask.reshape(*mask.shape, *(1,) * len(rest)).expand(x.shape)
         filling = spread_over_mask(everywhere, v).reshape(x.shape)
