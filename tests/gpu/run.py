@@ -130,7 +130,7 @@ def work(options: argparse.Namespace) -> int:
     def load() -> None:
         module = importlib.import_module(f"gpu.{job.section}")
         every = getattr(module, "QUICK" if options.quick else "EVERY", 1)
-        checks[:] = module.list_checks(device)[::every][job.shard :: job.shards]
+        checks[:] = module.checks(device)[::every][job.shard :: job.shards]
 
     with options.out.open("w") as lines:
 

@@ -468,7 +468,8 @@ def test_precision_is_among_the_settings_of_compiled_code():
 def test_constants_are_waited_for_before_another_stream_reads_them(monkeypatch):
     recorded, written = [], []
     for module, seen in ((tracer, recorded), (python_source, written)):
-        monkeypatch.setattr(module, "wait_until_made", lambda made, seen=seen: seen.extend(made))
+        note = seen.extend
+        monkeypatch.setattr(module, "synchronize_devices", note)
     f = jit(lambda x: x * torch.tensor([1.0, 2.0, 3.0]).exp())
     for _ in range(3):
         assert f(X).equal(X * torch.tensor([1.0, 2.0, 3.0]).exp())

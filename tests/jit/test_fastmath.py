@@ -303,7 +303,7 @@ def test_random_products_in_random_orders(left, right, first, second, batches, s
     args = given_of(*first), given_of(*second, seed=1), *others
     truth = f(*args)
     costs = random.Random(seed)
-    with mock.patch.multiple(matmul_order, _GAIN=1e9, _cost=lambda *_: costs.random()):
+    with mock.patch.multiple(matmul_order, _GAIN=1e9, _estimate_cost=lambda *_: costs.random()):
         fast = jit(f, fastmath=True)
         for _ in range(2):
             ours = fast(*args)
@@ -319,7 +319,8 @@ def test_every_order_is_right(name):
     truth = f(*args)
     for seed in range(20):
         costs = random.Random(seed)
-        with mock.patch.multiple(matmul_order, _GAIN=1e9, _cost=lambda *_, c=costs: c.random()):
+        cost = lambda *_, c=costs: c.random()  # noqa: E731
+        with mock.patch.multiple(matmul_order, _GAIN=1e9, _estimate_cost=cost):
             fast = jit(f, fastmath=True)
             for _ in range(2):
                 ours = fast(*args)

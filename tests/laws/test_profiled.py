@@ -53,6 +53,6 @@ def test_nothing_is_named_without_a_profiler(monkeypatch):
     def fail(*_):
         raise AssertionError
 
-    monkeypatch.setattr("forall._compat.profiler.span", fail)
+    monkeypatch.setattr("forall._compat.profiler.make_span", fail)
     forall.vmap(energy)(X)
     forall.jvp(energy, (X,), (X,))

@@ -59,11 +59,11 @@ def test_many_pull_backs_at_once(name, way, create_graph, monkeypatch):
 
 
 def test_order_is_kept_however_deep():
-    from forall._core.level_order import numbered
+    from forall._core.levels import assign_entry_order
 
     class Entered:
         def __init__(self, before=None):
-            self.number, self.room = numbered(before)
+            self.number, self.room = assign_entry_order(before)
 
     first, since = Entered(), Entered()
     later = Entered()

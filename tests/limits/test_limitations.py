@@ -5,7 +5,7 @@ from limits import limitations
 
 def test_the_readme_has_the_table_that_running_both_gives():
     page = limitations.README.read_text()
-    assert limitations.assign_slots(page) == page, "run `make limitations`"
+    assert limitations.placed(page) == page, "run `make limitations`"
 
 
 # Decided so. What is not named here is as in the loop.

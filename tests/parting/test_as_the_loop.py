@@ -729,7 +729,7 @@ class TestSettled:
 
     def test_they_are_the_loops(self, monkeypatch):
         mapped = self.settled(asks, XS)
-        monkeypatch.setattr("forall._api.vmap.Verb.run", lambda *_: pytest.fail("looked at"))
+        monkeypatch.setattr("forall._api.vmap.VmapSpec.run", lambda *_: pytest.fail("looked at"))
         torch.testing.assert_close(mapped(XS), XS * 2)
 
     def test_other_sizes_and_places_are_looked_at(self):
@@ -867,7 +867,7 @@ class TestSettled:
         truth = [*zip(*map(one, xs, ROWS), strict=True)]
         mapped = self.settled(f, xs, ROWS, word=lambda f: word(f, number))
         with monkeypatch.context() as patched:
-            patched.setattr("forall._api.vmap.Verb.run", lambda *_: pytest.fail("looked at"))
+            patched.setattr("forall._api.vmap.VmapSpec.run", lambda *_: pytest.fail("looked at"))
             found = mapped(xs, ROWS)
         with torch.no_grad():
             again = mapped(xs, ROWS)
@@ -954,7 +954,8 @@ def test_what_records_calls_leaves_those_alone_that_are_faster_as_the_loop(monke
     original = loop_or_batch._try_together
     monkeypatch.setattr(loop_or_batch, "_try_together", lambda *a: ran.append(1) or original(*a))
     monkeypatch.setattr(
-        "forall._api.execution.strategy._together", lambda *_, **__: pytest.fail("run together")
+        "forall._api.execution.strategy._run_converted_or_groups",
+        lambda *_, **__: pytest.fail("run together"),
     )
     for _ in range(20):
         torch.testing.assert_close(mapped(ROWS), by_loop(listed, ROWS))

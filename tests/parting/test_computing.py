@@ -38,8 +38,8 @@ def ran(monkeypatch):
 
         monkeypatch.setattr(home, name, counted)
 
-    counting("functions", pure_call, "called", pure_call.NOTHING)
-    counting("ifs", predicated_if, "_answer", None)
+    counting("functions", pure_call, "call_pure", pure_call.NOTHING)
+    counting("ifs", predicated_if, "_run_on_rows", None)
     return counts
 
 

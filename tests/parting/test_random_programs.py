@@ -193,7 +193,7 @@ def main() -> int:
     failed, start = 0, time.perf_counter()
     for seed in range(options.seed, options.seed + options.programs):
         text = source(seed, Numbers if options.numbers else Writer)
-        if options.restrict_objects:
+        if options.show:
             print(f"# program {seed}\n{text}")
         f = compiled(text, f"program {seed}")
         if not options.numbers and not stable(f, seed):

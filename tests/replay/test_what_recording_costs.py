@@ -370,8 +370,8 @@ def test_a_recording_is_spread_over_calls(at_once, monkeypatch):
         g(*given)
         replays = get_transform_calls(g).replays
         seen.append(replays and [type(k).__name__ for k in replays.known.values()])
-    assert seen.count(["_Begun"]) >= 2
-    assert seen[-1] == ["Recorded"]
+    assert seen.count(["_UnfinishedReplay"]) >= 2
+    assert seen[-1] == ["CacheEntry"]
 
 
 def test_a_long_recording_is_given_up_and_each_call_is_the_functions(monkeypatch, counted):

@@ -58,11 +58,12 @@ _PROGRAM = """
         call()
     before = {*sys.modules}
     forall.config.replay, forall.config.patience = True, 0
-    from forall._jit import attempts, replay
-    attempts.SLACK = 1e6  # however slow the machine is
+    from forall._jit import search_budget
+    from forall._jit.auto import policy
+    search_budget.SLACK = 1e6  # however slow the machine is
     recorded = []
-    original = replay.begun
-    replay.begun = lambda *given, **how: recorded.append(1) or original(*given, **how)
+    original = policy.begin_recording
+    policy.begin_recording = lambda *given, **how: recorded.append(1) or original(*given, **how)
     for call in calls:
         for _ in range(6):
             call()

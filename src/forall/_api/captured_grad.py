@@ -111,7 +111,7 @@ def _grad_outside(
     way = OuterPullback(level, [Crossing(y, y, None) for y in outs], wanted, flags)
     cotangents = cotangents_of(outs, grad_outputs)
     with torch.set_grad_enabled(create_graph):
-        found = way.found(way.at(top(), cotangents))
+        found = way.gradients_by_id(way.pull_back_at(top(), cotangents))
     return _answer([found.get(id(x)) for x in wanted], wanted, allow_unused, materialize_grads)
 
 

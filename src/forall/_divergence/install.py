@@ -9,7 +9,9 @@ import torch
 from forall._compat.wrapper_tensor import Wrapper
 from forall._divergence import (
     aliases,
+    scalar_factories,  # noqa: F401 - torch.tensor(n)
     scalar_torch,
+    varying_slices,  # noqa: F401 - x[n:m]
 )
 from forall._divergence.batched_scalar import BatchedScalar, read_scalar
 from forall._divergence.scalar_math import BUILTINS, MATH

@@ -139,7 +139,7 @@ class VmapFunctionMode(TorchFunctionMode):
                 return self._call(func, args, None)
         fit = RESTRICTIONS[0](func, args, kwargs)
         out = self._call(func, fit.args, fit.kwargs)
-        return fit.given(out)
+        return fit.restore_identity(out)
 
     def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         if write_counts.named or (

@@ -29,7 +29,7 @@ from forall._vmap.rule_makers.basic import (
     lower_shared,
 )
 from forall._vmap.rules.embedding import compute_row_grads
-from forall._vmap.rules.grouped_mm import sum_grouped_products as products_in_groups
+from forall._vmap.rules.grouped_mm import sum_grouped_products
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,7 +173,9 @@ def _lazy_grouped_mm(level: VmapLevel, func: Any, args: tuple) -> LazyGrad | Non
         offs = (
             MappedStack(expand_to_stack(ends[0], level)) if mapped else lower_shared(ends[0], level)
         )
-        return products_in_groups(expand_to_stack(left, level), expand_to_stack(right, level), offs)
+        return sum_grouped_products(
+            expand_to_stack(left, level), expand_to_stack(right, level), offs
+        )
 
     return _make_source(level, func, args, shape, add_up)
 
