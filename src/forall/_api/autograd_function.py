@@ -14,10 +14,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from forall._api.function_vmap import find_batched_form
-from forall._autodiff.double_backward import hook_backward_nodes
 from forall._autodiff.jvp_by_double_vjp import make_rule_push
 from forall._autodiff.once_differentiable import is_once_differentiable, link_inputs
 from forall._autodiff.phase_errors import may_have_phases
+from forall._autodiff.reverse_mode import hook_backward_nodes
 from forall._compat import checkpoint, pytree, tensor_subclass
 from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import (

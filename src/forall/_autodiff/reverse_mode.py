@@ -1,4 +1,7 @@
-"""Reverse mode: fresh variables, a backward pass, and results detached from the inner graph."""
+"""Reverse mode: fresh variables, a backward pass, and results detached from the inner graph.
+
+Hooks on the graph's nodes make its second derivatives right where torch's are not.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,15 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from forall._autodiff.node_formulas import NODES
+from forall._autodiff.once_differentiable import OnceDifferentiableHook, is_once_differentiable_node
+from forall._autodiff.phase_errors import PHASES, PhaseCheckHook, may_have_phases
 from forall._compat import inference_mode, pytree
 from forall._compat.autograd_graph import WRITTEN, iterate_nodes
 from forall._compat.dispatch_state import (
     ACCUMULATE,
     MIRRORED,
+    apply_own_function,
     functions_off,
     get_users_tangent,
     has_users_tangents,
@@ -32,11 +39,18 @@ from forall._compat.tensor_subclass import (
     unwrap_posed,
 )
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.levels import complete_gradient, graph_free, lift, stack, top
+from forall._core.levels import (
+    complete_gradient,
+    graph_free,
+    has_any_tangent,
+    lift,
+    stack,
+    top,
+)
 from forall._core.recompute import may_carry_tangents
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 class VariableScope:
@@ -302,8 +316,6 @@ def pull_back_incomplete(
 
     If examples have diverged, a gradient may be one of some examples only.
     """
-    from forall._autodiff.double_backward import hook_backward_nodes
-
     with functions_off():
         live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not live or not inputs:
@@ -362,3 +374,101 @@ def detach_from_run(results: Any, run: VariableScope, outer_grad: bool) -> Any:
 def _cut_history(cut: Any, t: torch.Tensor) -> torch.Tensor:
     with functions_off():
         return cut(unwrap_posed(t))
+
+
+# --- double backward through nodes whose backward torch does not differentiate rightly ------------
+#
+# The gradients stay the kernel's. Torch's history for them says that there is no derivative. A hook
+# on the node replaces that history by a decomposed pull-back, computed if it is needed.
+
+
+class hook_backward_nodes:
+    """Keep hooks on the graph's nodes while a backward pass runs.
+
+    With ``create_graph``, nodes in `NODES` get a derivative, and those marked
+    @once_differentiable an error. In any pass, eigendecompositions get the check of phases.
+    """
+
+    __slots__ = ("handles",)
+
+    def __init__(self, outputs: Iterable[torch.Tensor], create_graph: bool) -> None:
+        self.handles = []
+        asks = may_have_phases()
+        if not create_graph and not asks:
+            return
+        for node in iterate_nodes(outputs):
+            name = type(node).__name__
+            if asks and name in PHASES:
+                self.handles.append(node.register_prehook(PhaseCheckHook(node)))
+            if not create_graph:
+                continue
+            if name in NODES:
+                self.handles.append(node.register_hook(_DerivativeHook(node)))
+            elif is_once_differentiable_node(node):
+                self.handles.append(node.register_hook(OnceDifferentiableHook(node)))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class _DerivativeHook:
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def __call__(self, found: tuple, cotangents: tuple) -> tuple | None:
+        there = [t for t in found if t is not None]
+        formula = NODES[type(self.node).__name__]
+        whole = formula.lacks_tangents and (
+            has_users_tangents() or any(map(has_any_tangent, there))
+        )
+        if not whole and not (formula.lacks_history and any(t.requires_grad for t in there)):
+            return None
+        pull, tensors = formula.steps(self.node)
+        wanted = [i for i, t in enumerate(found) if t is not None]
+        cotangents = cotangents[: formula.cotangents]
+        if whole:
+            with torch.enable_grad(), functions_off():
+                pulled = pull(*cotangents, *tensors)
+            new = tuple(pulled[i] for i in wanted)
+        else:
+            numbers = [graph_free(t) for t in there]
+            new = apply_own_function(_DoubleBackward, pull, wanted, *numbers, *cotangents, *tensors)
+        out = list(found)
+        for i, t in zip(wanted, new, strict=True):
+            out[i] = t
+        return tuple(out)
+
+
+class _DoubleBackward(torch.autograd.Function):
+    """A node that returns a kernel's gradients, and whose backward is that of ``pull``."""
+
+    @staticmethod
+    def forward(ctx, pull: Callable, wanted: list[int], *rest):
+        ctx.pull, ctx.wanted = pull, wanted
+        ctx.save_for_backward(*rest[len(wanted) :])
+        return tuple(map(graph_free, rest[: len(wanted)]))
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        k = len(ctx.wanted)
+        asked = [i for i, need in enumerate(ctx.needs_input_grad[2 + k :]) if need]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), functions_off():
+            given = list(ctx.saved_tensors)
+            own = [make_variable(given[i]) for i in asked]
+            for i, x in zip(asked, own, strict=True):
+                given[i] = x
+            pulled = ctx.pull(*given)
+            found = compute_gradients(
+                tuple(pulled[i] for i in ctx.wanted), cotangents, own, create_graph=again
+            )
+        out: list[Any] = [None] * (len(ctx.needs_input_grad))
+        for i, g in zip(asked, found, strict=True):
+            out[2 + k + i] = g
+        return tuple(out)

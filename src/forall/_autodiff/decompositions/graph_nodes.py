@@ -6,13 +6,14 @@ pull-back's arguments after the cotangents, in the order of the node's gradients
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._autodiff.decompositions import backwards as back
 from forall._autodiff.decompositions import kernels
 from forall._autodiff.decompositions.backwards import pull_back_through
+from forall._autodiff.node_formulas import NODES, NodeDerivative
 from forall._core import rnn_decompositions
 
 if TYPE_CHECKING:
@@ -243,61 +244,55 @@ def _make_batch_norm_node(names: str, none: int) -> Callable[[Any], tuple[Callab
     return steps
 
 
-class NodeDerivative(NamedTuple):
-    """The replacement for the derivative of a torch node, whose numbers are right."""
-
-    steps: Callable[[Any], tuple[Callable, tuple]]
-    # True if the numbers need another history: torch's is missing, or lacks terms.
-    lacks_history: bool = True
-    # True if the numbers need other tangents as well.
-    lacks_tangents: bool = False
-    # The number of cotangents that the pull-back takes, the first ones of the node's.
-    cotangents: int = 1
-
-
 def _fix_tangents(steps: Callable, cotangents: int = 1) -> NodeDerivative:
     return NodeDerivative(steps, lacks_history=False, lacks_tangents=True, cotangents=cotangents)
 
 
-NODES: dict[str, NodeDerivative] = {
-    "ScaledDotProductFlashAttentionForCpuBackward0": NodeDerivative(_attention_node),
-    "ScaledDotProductFlashAttentionBackward0": NodeDerivative(_attention_node),
-    "ScaledDotProductEfficientAttentionBackward0": NodeDerivative(_biased_attention_node),
-    "CdistBackward0": NodeDerivative(_cdist_node),
-    "PdistBackward0": NodeDerivative(_pdist_node),
-    "HardsigmoidBackward0": NodeDerivative(_hardsigmoid_node),
-    "MultiMarginLossBackward0": NodeDerivative(_multi_margin_node),
-    "MultilabelMarginLossBackward0": NodeDerivative(_multilabel_margin_node),
-    "CtcLossBackward0": NodeDerivative(_ctc_node),
-    "CtcLossBackward1": NodeDerivative(_ctc_node),
-    "SegmentReduceBackward0": NodeDerivative(_segment_node),
-    "CudnnRnnBackward0": NodeDerivative(_cudnn_rnn_node, cotangents=3),
-    "EmbeddingBagBackward0": NodeDerivative(_embedding_bag_node),
-    "WeightNormInterfaceBackward0": NodeDerivative(_weight_norm_node),
-    "LinalgDetBackward0": NodeDerivative(_det_node, lacks_tangents=True),
-    "LogcumsumexpBackward0": NodeDerivative(_logcumsumexp_node, lacks_tangents=True),
-    "NativeLayerNormBackwardBackward0": NodeDerivative(
-        _layer_norm_backward_node, lacks_tangents=True, cotangents=3
-    ),
-    "NativeBatchNormBackwardBackward0": NodeDerivative(
-        _make_batch_norm_node("running_mean running_var save_mean save_invstd train eps", none=2),
-        lacks_tangents=True,
-        cotangents=3,
-    ),
-    "BatchNormBackwardBackward0": NodeDerivative(
-        _make_batch_norm_node("running_mean running_var save_mean save_var update eps", none=3),
-        lacks_tangents=True,
-        cotangents=3,
-    ),
-    "LinalgVectorNormBackward0": _fix_tangents(_make_norm_node(_vector_norm, "ord dim keepdim")),
-    "DistBackward0": _fix_tangents(_dist_node),
-    "NormBackward0": _fix_tangents(_make_norm_node(_aten_norm, "p")),
-    "NormBackward1": _fix_tangents(_make_norm_node(_aten_norm, "p dim keepdim")),
-    "NormBackward2": _fix_tangents(_make_norm_node(_aten_norm, "p")),
-    "NormBackward3": _fix_tangents(_make_norm_node(_aten_norm, "p dim keepdim")),
-    "RenormBackward0": _fix_tangents(_make_norm_node(kernels.renorm, "p dim maxnorm")),
-    "StdBackward0": _fix_tangents(_make_norm_node(kernels.std, "dim correction keepdim")),
-    "StdMeanBackward0": _fix_tangents(
-        _make_norm_node(kernels.std_mean, "dim correction keepdim"), 2
-    ),
-}
+NODES.update(
+    {
+        "ScaledDotProductFlashAttentionForCpuBackward0": NodeDerivative(_attention_node),
+        "ScaledDotProductFlashAttentionBackward0": NodeDerivative(_attention_node),
+        "ScaledDotProductEfficientAttentionBackward0": NodeDerivative(_biased_attention_node),
+        "CdistBackward0": NodeDerivative(_cdist_node),
+        "PdistBackward0": NodeDerivative(_pdist_node),
+        "HardsigmoidBackward0": NodeDerivative(_hardsigmoid_node),
+        "MultiMarginLossBackward0": NodeDerivative(_multi_margin_node),
+        "MultilabelMarginLossBackward0": NodeDerivative(_multilabel_margin_node),
+        "CtcLossBackward0": NodeDerivative(_ctc_node),
+        "CtcLossBackward1": NodeDerivative(_ctc_node),
+        "SegmentReduceBackward0": NodeDerivative(_segment_node),
+        "CudnnRnnBackward0": NodeDerivative(_cudnn_rnn_node, cotangents=3),
+        "EmbeddingBagBackward0": NodeDerivative(_embedding_bag_node),
+        "WeightNormInterfaceBackward0": NodeDerivative(_weight_norm_node),
+        "LinalgDetBackward0": NodeDerivative(_det_node, lacks_tangents=True),
+        "LogcumsumexpBackward0": NodeDerivative(_logcumsumexp_node, lacks_tangents=True),
+        "NativeLayerNormBackwardBackward0": NodeDerivative(
+            _layer_norm_backward_node, lacks_tangents=True, cotangents=3
+        ),
+        "NativeBatchNormBackwardBackward0": NodeDerivative(
+            _make_batch_norm_node(
+                "running_mean running_var save_mean save_invstd train eps", none=2
+            ),
+            lacks_tangents=True,
+            cotangents=3,
+        ),
+        "BatchNormBackwardBackward0": NodeDerivative(
+            _make_batch_norm_node("running_mean running_var save_mean save_var update eps", none=3),
+            lacks_tangents=True,
+            cotangents=3,
+        ),
+        "LinalgVectorNormBackward0": _fix_tangents(
+            _make_norm_node(_vector_norm, "ord dim keepdim")
+        ),
+        "DistBackward0": _fix_tangents(_dist_node),
+        "NormBackward0": _fix_tangents(_make_norm_node(_aten_norm, "p")),
+        "NormBackward1": _fix_tangents(_make_norm_node(_aten_norm, "p dim keepdim")),
+        "NormBackward2": _fix_tangents(_make_norm_node(_aten_norm, "p")),
+        "NormBackward3": _fix_tangents(_make_norm_node(_aten_norm, "p dim keepdim")),
+        "RenormBackward0": _fix_tangents(_make_norm_node(kernels.renorm, "p dim maxnorm")),
+        "StdBackward0": _fix_tangents(_make_norm_node(kernels.std, "dim correction keepdim")),
+        "StdMeanBackward0": _fix_tangents(
+            _make_norm_node(kernels.std_mean, "dim correction keepdim"), 2
+        ),
+    }
+)
