@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,9 @@ from forall._vmap.active_set import active_mask
 from forall._vmap.active_set.merge import is_stale, restrict_to_running
 from forall._vmap.batched_tensor import is_mapped_at_any
 from forall._vmap.failing_example import first_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Tensor = torch.Tensor
 _SHOWN = 8
@@ -194,19 +197,26 @@ class BatchedScalar:
 
     def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Call a numpy function on each example's number, with numpy's rules for numbers."""
-        from forall._divergence.scalar_numpy import (
-            call_numpy_on_scalars,  # which needs to know this class
-        )
-
-        return call_numpy_on_scalars(getattr(func, method), inputs, kwargs)
+        return libraries.call_numpy(getattr(func, method), inputs, kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from forall._divergence.scalar_torch import (
-            call_with_numbers,  # which needs to know this class
-        )
+        return libraries.call_torch(func, args, kwargs or {})
 
-        return call_with_numbers(func, args, kwargs or {})
+
+class Libraries:
+    """The functions that run calls and operators of torch and numpy on a `BatchedScalar`.
+
+    `scalar_torch` and `scalar_numpy` define them, and set them here when they are imported.
+    """
+
+    call_torch: Callable[[Any, tuple, dict], Any]
+    operate_with_tensor: Callable[[Any, Any, Any], Any]
+    call_numpy: Callable[[Any, tuple, dict], Any]
+    operate_with_array: Callable[[Any, Any, Any], Any]
+
+
+libraries = Libraries()
 
 
 def _values(t: Tensor) -> Tensor:
@@ -289,13 +299,9 @@ def _binary(op: Any, a: Any, b: Any) -> Any:
 
 def _operate_with_stranger(op: Any, a: Any, b: Any, n: Any) -> Any:
     if isinstance(n, Tensor):
-        from forall._divergence import scalar_torch  # which needs to know this class
-
-        return scalar_torch.operate_with_tensor(op, a, b)
+        return libraries.operate_with_tensor(op, a, b)
     if hasattr(n, "__array_interface__"):
-        from forall._divergence import scalar_numpy
-
-        return scalar_numpy.operate_with_array(op, a, b)
+        return libraries.operate_with_array(op, a, b)
     if isinstance(n, (int, float, complex)):
         return call_per_lane(op, a, b)  # of a subclass, with operators of its own
     return NotImplemented

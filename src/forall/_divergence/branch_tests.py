@@ -45,9 +45,7 @@ def evaluate_lane_test(test: Any, again: bool = False) -> Any:
         return bool(test)
     if is_posed(test):
         if hasattr(kind.__bool__, "__code__"):  # the class overrides it
-            from forall._divergence.converted_call import call_converted  # which asks
-
-            return evaluate_lane_test(call_converted(kind.__bool__, test))
+            return evaluate_lane_test(thread.call(kind.__bool__, test))
         test = unwrap_posed(test)
     if isinstance(test, words.Tensor) or kind is words.Number:
         if stack.late is not None:
@@ -61,9 +59,7 @@ def evaluate_lane_test(test: Any, again: bool = False) -> Any:
         )
     own = getattr(kind, "__bool__", None) or getattr(kind, "__len__", None)
     if hasattr(own, "__code__"):
-        from forall._divergence.converted_call import call_converted  # which asks
-
-        return evaluate_lane_test(call_converted(own, test))
+        return evaluate_lane_test(thread.call(own, test))
     return bool(test)
 
 

@@ -19,7 +19,7 @@ from forall._divergence.heap import CONTAINERS, Unsplittable, slot_of
 from forall._divergence.join import merge
 from forall._divergence.report import Report
 from forall._divergence.report_records import Function
-from forall._divergence.thread_state import close_down_to, run_each_set, thread
+from forall._divergence.thread_state import ThreadState, close_down_to, run_each_set, thread
 from forall._divergence.user_code import (
     OTHERS,
     USERS,
@@ -445,5 +445,8 @@ def wrap_converted(f: Callable) -> Callable:
     run.__forall_converts__ = f
     return run
 
+
+ThreadState.call = staticmethod(call_converted)
+ThreadState.find_template = staticmethod(find_converted_template)
 
 __all__ = ["Refusal", "call_converted", "wrap_converted", "merge", "call_unconverted"]

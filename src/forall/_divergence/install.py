@@ -10,6 +10,7 @@ from forall._compat.wrapper_tensor import Wrapper
 from forall._divergence import (
     aliases,
     scalar_factories,  # noqa: F401 - torch.tensor(n)
+    scalar_numpy,  # noqa: F401 - np.sin(n)
     scalar_torch,
     varying_slices,  # noqa: F401 - x[n:m]
 )

@@ -15,6 +15,7 @@ import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._core.levels import stack
+from forall._divergence.thread_state import thread
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.fast_path import raw_stack
 from forall._vmap.fast_path.raw_stack import (
@@ -68,9 +69,7 @@ def find_pure_form(f: Any) -> Any:
 
 def find_users_pure_form(f: types.FunctionType) -> Any:
     """Return the form of a user's function that runs on raw stacks; None if it is not pure."""
-    from forall._divergence.converted_call import find_converted_template  # which calls this
-
-    plan = find_converted_template(f)
+    plan = thread.find_template(f)
     computes = plan.straight if plan is not None and plan.tries else None
     given = (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
     return computes and _is_constant(given) and computes.make_function(f)

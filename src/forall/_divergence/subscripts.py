@@ -58,9 +58,7 @@ def get_item(x: Any, key: Any) -> Any:
         return x[key]
     own = getattr(kind, "__getitem__", None)
     if hasattr(own, "__code__") and not isinstance(x, words.Tensor):
-        from forall._divergence.converted_call import call_converted  # which looks up items
-
-        return call_converted(own, x, key)
+        return thread.call(own, x, key)
     return words.apart(lambda: x[key], merge) if _may_differ(key) else x[key]
 
 
@@ -131,9 +129,7 @@ def store_item(value: Any, x: Any, key: Any) -> None:
         return
     own = getattr(type(x), "__setitem__", None)
     if hasattr(own, "__code__"):
-        from forall._divergence.converted_call import call_converted  # which stores items
-
-        call_converted(own, x, key, value)
+        thread.call(own, x, key, value)
     elif _may_differ(key):
         run_changing((x,), lambda: operator.setitem(x, _concretize_key(key), value))
     else:
@@ -203,11 +199,7 @@ def store_attr(value: Any, x: Any, name: str) -> None:
     setter = found.fset if type(found) is property else None
     own = getattr(kind, "__setattr__", None)
     if setter is not None or (hasattr(own, "__code__") and not hasattr(x, "_parameters")):
-        from forall._divergence.converted_call import call_converted  # which stores attributes
-
-        call_converted(setter, x, value) if setter is not None else call_converted(
-            own, x, name, value
-        )
+        thread.call(setter, x, value) if setter is not None else thread.call(own, x, name, value)
         return
     if thread.parted:
         thread.note(AttributeSlot(x, name))

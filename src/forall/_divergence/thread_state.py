@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from forall._compat import exception_safety
 from forall._core.levels import stack
@@ -20,7 +20,14 @@ from forall._divergence.vmap_interface import words
 
 
 class ThreadState(threading.local):
-    """The state of one thread."""
+    """The state of one thread.
+
+    The two class attributes are functions of `converted_call`, which sets them: modules below it
+    call functions of the user's, as for ``x[key]`` with a ``__getitem__`` of the user's own.
+    """
+
+    call: ClassVar[Callable]
+    find_template: ClassVar[Callable]
 
     def __init__(self) -> None:
         self.top: Region | None = None  # the innermost region that is open

@@ -77,9 +77,7 @@ class Varying:
         return found.pop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from forall._divergence.converted_call import call_converted  # which knows this class
-
-        return self.each(lambda value: call_converted(value, *args, **kwargs))
+        return self.each(lambda value: thread.call(value, *args, **kwargs))
 
     def __contains__(self, item: Any) -> bool:
         return bool(self.each(lambda value: item in value))
