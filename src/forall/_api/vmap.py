@@ -225,7 +225,7 @@ class VmapSpec(NamedTuple):
         )
         is_ragged = any(type(x) is NestedExamples for x in entering.leaves)
         told = options._replace(ragged=True) if is_ragged else options
-        whole = MappedCall(func, entering, places, CallRandomness(randomness), origin, told)
+        whole = VmapCall(func, entering, places, CallRandomness(randomness), origin, told)
         result = whole.run() if chunk_size is None else run_in_chunks(whole, chunk_size)
         if not whole.options.ragged:
             return result
@@ -313,7 +313,7 @@ class MappedArguments(NamedTuple):
         return args, {**kwargs, **named}
 
 
-class MappedCall(NamedTuple):
+class VmapCall(NamedTuple):
     """One call of a mapped function, on all or some of its examples."""
 
     func: Callable
@@ -323,7 +323,7 @@ class MappedCall(NamedTuple):
     origin: CallOrigin
     options: VmapOptions
 
-    def some(self, numbers: Sequence[int]) -> MappedCall:
+    def some(self, numbers: Sequence[int]) -> VmapCall:
         """Return the call on some of the examples, from 0: views for a range, else copies."""
         entering, origin = self.entering, self.origin
         leaves = [

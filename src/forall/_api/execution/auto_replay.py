@@ -21,7 +21,7 @@ from dataclasses import fields
 from importlib import import_module
 from time import perf_counter
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from weakref import ref
 
 from torch.compiler import is_dynamo_compiling as is_compiling
@@ -42,7 +42,6 @@ from forall._jit.search_budget import clock, disable_gc
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from forall._api.execution.loop_or_batch import CallTimes, SettledCalls
     from forall._api.execution.side_effect_free import Bindings
     from forall._jit.auto.policy import AutoReplayCache
 
@@ -62,6 +61,21 @@ _RECORDS = tuple(  # the modules that record and replay, with all they import
     )
 )
 _AT_ONCE = 0.02  # seconds of one call that go into importing these
+
+
+class CheaperCalls(Protocol):
+    """Calls of one function that need no checks, as `loop_or_batch.SettledCalls` has them."""
+
+    codes: ClassVar[int]
+    unknown: int  # the value of ``codes`` when this function was found to have no such calls
+
+    def find(self, args: tuple) -> Any:
+        """Return what is known of a call with these arguments; None if it needs checks."""
+        ...
+
+    def run(self, args: tuple, known: Any, calls: Calls | None) -> Any:
+        """Return the results of a call of which this is known."""
+        ...
 
 
 class Calls:
@@ -106,12 +120,10 @@ class Calls:
         """The number of calls that were replayed."""
         return 0 if self.replays is None else self.replays.hits
 
-    def may_replay(self, times: CallTimes) -> bool:
-        """Return True if the next call may be replayed, or recorded, and gains by that."""
+    def may_replay(self) -> bool:
+        """Return True if the next call may be replayed, or recorded."""
         replays = self.replays
-        if replays is None or (replays.newest is None and replays.attempts.rest > 0):
-            return False
-        return not times.is_slow_to_replay()
+        return replays is not None and (replays.newest is not None or replays.attempts.rest <= 0)
 
     def has_doubts(self) -> bool:
         """Return True if it is known that no call will be replayed."""
@@ -412,7 +424,7 @@ def find_bindings(func: Any) -> Bindings | None:
 def replay_transform(
     func: Callable,
     how: tuple = (),
-    settled: SettledCalls | None = None,
+    settled: CheaperCalls | None = None,
     alone: Callable | None = None,
 ) -> Callable[[Callable], Callable]:
     """Return a decorator for a transform of ``func``, which is replayed if it can be.
@@ -429,7 +441,7 @@ def _make_transformed(
     how: tuple,
     eager: Callable,
     *,
-    settled: SettledCalls | None = None,
+    settled: CheaperCalls | None = None,
     alone: Callable | None = None,
 ) -> Callable:
     verb = how[0] if how else ""

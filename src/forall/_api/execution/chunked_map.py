@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from forall._api.chunk_size import Chunks
+    from forall._api.execution.mapped_call import MappedCall
     from forall._api.typing import Chunk
-    from forall._api.vmap import MappedCall
 
 
 class OutOfMemoryRetry(OptionsOverride):

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from forall._api.vmap import MappedCall, Places
+    from forall._api.execution.mapped_call import MappedCall
+    from forall._api.mapped_inputs import OutDims
     from forall._core.call_site import SourceLine
     from forall._vmap.mutation.mutation_log import MutationLog
     from forall._vmap.vmap_level import VmapLevel
@@ -329,7 +330,7 @@ def _find_mapped_leaves(call: MappedCall) -> list[Any]:
     return [x for x, d in zip(entering.leaves, entering.dims, strict=True) if d is not None]
 
 
-def join_groups(places: Places, parts: list[Part]) -> tuple[list, Any]:
+def join_groups(places: OutDims, parts: list[Part]) -> tuple[list, Any]:
     """Return the results of all groups, with the examples in order."""
     numbers, _, spec = parts[0]
     for other, _, its_spec in parts:

@@ -20,7 +20,7 @@ import inspect
 from math import inf
 from time import perf_counter
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from forall._api.execution.auto_replay import Calls
+    from forall._api.execution.mapped_call import MappedCall
     from forall._api.execution.side_effect_free import Bindings
-    from forall._api.vmap import MappedCall
     from forall._core.call_site import SourceLine
 
 _WORDS = frozenset({bool, int, float, complex, str, type(None)})
@@ -230,7 +230,7 @@ class SettledCalls:
     """
 
     __slots__ = ("_bindings", "_known", "_places", "dims", "func", "out_dims", "unknown")
-    codes = 0  # of all functions whose calls are timed
+    codes: ClassVar[int] = 0  # of all functions whose calls are timed
 
     def __init__(self, func: Callable, in_dims: Any, out_dims: Any) -> None:
         self.func, self.dims, self.out_dims = func, in_dims, out_dims
@@ -276,7 +276,9 @@ class SettledCalls:
         examples.
         """
         times, dims, size, alone = known
-        if not times.loops_again() or (calls is not None and calls.may_replay(times)):
+        if not times.loops_again():
+            return None
+        if calls is not None and calls.may_replay() and not times.is_slow_to_replay():
             return None
         if stack.top is not None or stack.listening or config.now.parting != "measured":
             return None

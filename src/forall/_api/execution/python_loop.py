@@ -32,9 +32,9 @@ from forall._vmap.function_mode import VmapFunctionMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
+    from forall._api.execution.mapped_call import MappedCall
     from forall._api.execution.side_effect_free import Bindings
     from forall._api.mapped_inputs import OutDims
-    from forall._api.vmap import MappedCall
 
     Tensor = torch.Tensor
 

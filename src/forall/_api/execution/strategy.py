@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType
 
-    from forall._api.vmap import MappedCall
+    from forall._api.execution.mapped_call import MappedCall
     from forall._vmap.vmap_level import VmapLevel
 
 _ASKED = CodeSet()  # of functions that have tested values, whether examples agreed or not
