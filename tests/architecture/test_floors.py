@@ -2,6 +2,7 @@
 
 import pytest
 
+import counts
 from source import files, imports
 
 # Doors stand on top: they may open on any room, and no room goes through a door.
@@ -56,3 +57,8 @@ def test_every_file_of_rules_is_entered(path):
     name = path.removeprefix("_vmap/rules/").removesuffix(".py")
     entered = set(imports(files()["_vmap/rules/__init__.py"]))
     assert name == "__init__" or f"forall._vmap.rules.{name}" in entered
+
+
+def test_no_modules_import_each_other():
+    """Imports inside functions and those for types alone count too."""
+    assert counts.rings() == []

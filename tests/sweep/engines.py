@@ -44,7 +44,7 @@ class Engine:
         if self.name != "forall":
             yield found
             return
-        from forall._vmap import function_mode, registry, vmap_level
+        from forall._vmap import dispatch, function_mode, registry, vmap_level
 
         run = vmap_level.VmapLevel._run
 
@@ -70,7 +70,7 @@ class Engine:
         with (
             mock.patch.object(vmap_level.VmapLevel, "_run", recorded),
             mock.patch.object(
-                vmap_level, "try_aligned_pointwise", short(vmap_level.try_aligned_pointwise)
+                dispatch, "try_aligned_pointwise", short(dispatch.try_aligned_pointwise)
             ),
             mock.patch.object(function_mode, "answer_call", short(function_mode.answer_call)),
         ):

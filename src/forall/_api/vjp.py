@@ -30,8 +30,9 @@ from forall._core.levels import Level, lift, run_outside, top
 from forall._divergence import convert_if_running
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import wrap_stack
+from forall._vmap.dispatch import run_vmap_level
 from forall._vmap.outer_graph import sum_leaving_cotangents
-from forall._vmap.vmap_level import VmapLevel, run_vmap_level
+from forall._vmap.vmap_level import VmapLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -41,10 +41,11 @@ from forall._random.key_scope import enter_scope as drawing_in
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import BatchedTensor, replace_ended_args
 from forall._vmap.concretize_listeners import StepLimit, TracerListener, add_listeners
+from forall._vmap.dispatch import run_vmap_level
 from forall._vmap.mutation.mutation_log import get_memory_key
 from forall._vmap.randomness import CallRandomness
 from forall._vmap.sparse_stack import to_coordinates
-from forall._vmap.vmap_level import VmapLevel, run_vmap_level
+from forall._vmap.vmap_level import VmapLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,7 +166,7 @@ def vmap(
 
 def _make_mapped(func: Callable, given: tuple, how: tuple, options: VmapOptions) -> Callable:
     """Return the mapped function of `vmap`."""
-    settled = SettledCalls(func, *how[:2]) if can_be_settled(how, options) else None
+    settled = SettledCalls(func, *how[:2]) if can_settle(how, options) else None
 
     @replay_transform(func, given, settled)
     def run_mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
@@ -213,23 +214,23 @@ class VmapSpec(NamedTuple):
                 )(*args, **kwargs)
         places = mapped_inputs.OutDims(TransformCall("vmap", func, out_dims=out_dims), out_dims)
         args, kwargs = mapped_inputs.unwrap_collections(args, kwargs, *dims)
-        entering = MappedArguments(
+        arguments = MappedArguments(
             *mapped_inputs.check_inputs(call, args, kwargs, *dims), (args, kwargs), {}
         )
-        for x in entering.leaves:
+        for x in arguments.leaves:
             if type(x) is not torch.Tensor and is_of_users_class(x):
-                entering = entering.strip_user_classes(call)
+                arguments = arguments.strip_user_classes(call)
                 break
         origin = CallOrigin(
-            call, find_users_instruction(), trace_modes.make_range(entering.size), entering.size
+            call, find_users_instruction(), trace_modes.make_range(arguments.size), arguments.size
         )
-        is_ragged = any(type(x) is NestedExamples for x in entering.leaves)
+        is_ragged = any(type(x) is NestedExamples for x in arguments.leaves)
         told = options._replace(ragged=True) if is_ragged else options
-        whole = VmapCall(func, entering, places, CallRandomness(randomness), origin, told)
+        whole = VmapCall(func, arguments, places, CallRandomness(randomness), origin, told)
         result = whole.run() if chunk_size is None else run_in_chunks(whole, chunk_size)
         if not whole.options.ragged:
             return result
-        return ragged.nest_results(places.call, result, entering.leaves, always=options.ragged)
+        return ragged.nest_results(places.call, result, arguments.leaves, always=options.ragged)
 
 
 class VmapOptions(NamedTuple):
@@ -264,7 +265,7 @@ class VmapOptions(NamedTuple):
 _USUAL = VmapOptions("split", ragged=False, max_steps=None, report=None)
 
 
-def can_be_settled(how: tuple, options: VmapOptions) -> bool:
+def can_settle(how: tuple, options: VmapOptions) -> bool:
     """Return True for arguments of `vmap` that `SettledCalls` supports."""
     in_dims, _, randomness, chunk_size = how
     dims = in_dims if type(in_dims) is tuple else (in_dims,)
@@ -317,7 +318,7 @@ class VmapCall(NamedTuple):
     """One call of a mapped function, on all or some of its examples."""
 
     func: Callable
-    entering: MappedArguments
+    arguments: MappedArguments
     places: mapped_inputs.OutDims
     draws: CallRandomness
     origin: CallOrigin
@@ -325,10 +326,10 @@ class VmapCall(NamedTuple):
 
     def some(self, numbers: Sequence[int]) -> VmapCall:
         """Return the call on some of the examples, from 0: views for a range, else copies."""
-        entering, origin = self.entering, self.origin
+        arguments, origin = self.arguments, self.origin
         leaves = [
             leaf if dim is None else _select_examples(leaf, dim, numbers)
-            for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
+            for leaf, dim in zip(arguments.leaves, arguments.dims, strict=True)
         ]
         if isinstance(numbers, range):
             known = origin.numbers[numbers.start : numbers.stop]
@@ -337,12 +338,12 @@ class VmapCall(NamedTuple):
         else:
             known = [origin.numbers[n] for n in numbers]
         return self._replace(
-            entering=entering._replace(
+            arguments=arguments._replace(
                 leaves=leaves,
                 size=len(numbers),
                 looks={
                     i: found.select_attributes(lambda t: _select_examples(t, 0, numbers))
-                    for i, found in entering.looks.items()
+                    for i, found in arguments.looks.items()
                 },
             ),
             origin=origin._replace(numbers=known),
@@ -350,28 +351,28 @@ class VmapCall(NamedTuple):
 
     def run(self) -> Any:
         """Run all examples at once, or in groups if they diverge or have several shapes."""
-        components = [x for x in self.entering.leaves if type(x) is NestedExamples]
+        components = [x for x in self.arguments.leaves if type(x) is NestedExamples]
         if components:
             return pytree.unflatten(*strategy.run_groups(self, group_by_shape(components)))
         return pytree.unflatten(*strategy.run_mapped_call(self))
 
     def run_once(self) -> tuple[list, Any]:
         """Run the function once; raise `Groups` if its examples diverge."""
-        level = VmapLevel(self.entering.size, self.draws.flag, top())
+        level = VmapLevel(self.arguments.size, self.draws.flag, top())
         level.origin = self.origin
         level.scope = self.draws.scope(level, self.origin.numbers)
         level.parts = self.options.divergence == "split"
-        entering = self.entering
-        entered = list(entering.leaves)
-        for i, dim in enumerate(entering.dims):
+        arguments = self.arguments
+        entered = list(arguments.leaves)
+        for i, dim in enumerate(arguments.dims):
             if dim is not None:
-                leaf = entering.leaves[i]
+                leaf = arguments.leaves[i]
                 level.mutation_log.arguments.append(leaf)
                 entered[i] = boundary.stack_to_example(to_coordinates(leaf), dim, level)
         examples = entered
-        if entering.looks:
+        if arguments.looks:
             examples = [*entered]
-            for i, found in entering.looks.items():
+            for i, found in arguments.looks.items():
                 examples[i] = found.put_on_example(entered[i], level)
         with (
             Rollback(self, level),
@@ -381,9 +382,9 @@ class VmapCall(NamedTuple):
         ):
             with self.options.listen_to_tests(self.origin.call.func, level):
                 # Classes of the user's may look at examples where they are put together.
-                args, kwargs = entering.unflatten(examples)
+                args, kwargs = arguments.unflatten(examples)
                 result = self.func(*args, **kwargs)
-        _give_back_history(entering, entered, level, self.origin)
+        _give_back_history(arguments, entered, level, self.origin)
         results, spec = pytree.flatten(result)
         if spec.type is not None:
             mapped_inputs.check_contexts(self.places.call, spec)
@@ -411,17 +412,17 @@ def _select_examples(leaf: Any, dim: int, numbers: Sequence[int]) -> Any:
 
 
 def _give_back_history(
-    entering: MappedArguments, entered: list, level: VmapLevel, origin: CallOrigin
+    arguments: MappedArguments, entered: list, level: VmapLevel, origin: CallOrigin
 ) -> None:
     """Give the caller's tensors the history of writes into their examples."""
     with functions_off():
         changed = [
             leaf
-            for leaf, dim, example in zip(entering.leaves, entering.dims, entered, strict=True)
+            for leaf, dim, example in zip(arguments.leaves, arguments.dims, entered, strict=True)
             if dim is not None and boundary.hand_back_history(example, leaf, dim, level)
         ]
     for leaf in changed:
-        twins = [x for x in entering.leaves if isinstance(x, torch.Tensor)]
+        twins = [x for x in arguments.leaves if isinstance(x, torch.Tensor)]
         if sum(get_memory_key(x) == get_memory_key(leaf) for x in twins) > 1:
             raise mapped_inputs.make_written_twice_error(origin.call, leaf)
 

@@ -113,18 +113,18 @@ class _Straight(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         for target in node.targets:
-            self._bare(target)
+            self._require_names(target)
         return super().generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        self._bare(node.target)
+        self._require_names(node.target)
         return super().generic_visit(node)
 
     def visit_For(self, node: ast.For) -> ast.AST:
-        self._bare(node.target)
+        self._require_names(node.target)
         return super().generic_visit(node)
 
-    def _bare(self, target: ast.AST) -> None:
+    def _require_names(self, target: ast.AST) -> None:
         """Refuse a target that is not made of names alone, as it would be written into."""
         if not all(
             isinstance(n, (ast.Name, ast.Tuple, ast.List, ast.expr_context))
@@ -141,7 +141,7 @@ class _Straight(ast.NodeTransformer):
         for g in node.generators:
             if g.is_async:
                 raise CannotConvert("an async comprehension", node)
-            self._bare(g.target)
+            self._require_names(g.target)
             self.own = self.own | find_assigned_names([g.target])
         node = super().generic_visit(node)  # type: ignore[assignment]
         self.own, first.iter = outer, source

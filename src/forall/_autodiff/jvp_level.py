@@ -213,7 +213,7 @@ class JvpLevel(DualLevel, DispatchMode):
                 return self._run_on_outer_args(func, args, kwargs or {})
             return self.run(func, args, kwargs or {})
         except Exception as error:
-            self.raise_told(error, func, args, kwargs or {})
+            self.raise_explained(error, func, args, kwargs or {})
             raise
 
     def _run_jagged(self, func: Any, args: tuple, kwargs: dict) -> Any:

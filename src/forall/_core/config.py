@@ -44,7 +44,7 @@ def parse_replay(word: str) -> bool | str:
     return _WORDS[word]
 
 
-def parse_parting(word: str) -> str:
+def parse_strategy(word: str) -> str:
     """Return the setting that a value of FORALL_PARTING stands for."""
     if word not in _PARTING:
         raise ValueError(
@@ -57,5 +57,5 @@ def parse_parting(word: str) -> str:
 _PARTING = ("", "measured", "together", "loop")
 now = Config(
     parse_replay(os.environ.get("FORALL_REPLAY", "")),
-    parting=parse_parting(os.environ.get("FORALL_PARTING", "")),
+    parting=parse_strategy(os.environ.get("FORALL_PARTING", "")),
 )

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forall._core.call_site import find_users_line
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from forall._core.call_site import SourceLine
 
 
@@ -32,3 +36,26 @@ class TimeExceeded(BaseException):
 
 class CannotMerge(BaseException):
     """Examples have diverged so that they cannot run together; the argument says why."""
+
+
+def make_divergence(
+    level: Any, groups: list[list[int]], complaint: Callable[[], Exception]
+) -> BaseException:
+    """Return the exception to raise if the examples of ``level`` diverge."""
+    if not level.parts:
+        return complaint()
+    if not level.active:  # no call that could run again
+        error = complaint()
+        error.add_note(
+            "vmap: the call has ended, and a backward pass over what it computed asks this.\n"
+            "During the call examples may part: take the derivative inside, as in vmap(grad(f))."
+        )
+        return error
+    root = level.root
+    if root is not level:  # the examples that do not run are a group as well
+        rows = level.rows.tolist()
+        groups = [[rows[n] for n in g] for g in groups]
+        others = sorted({*range(root.size)} - {*rows})
+        groups = [*groups, others] if others else groups
+    root.parted, root.parted_at = groups, find_users_line()
+    return Diverged(root, groups, root.parted_at)

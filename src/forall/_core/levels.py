@@ -154,7 +154,7 @@ class Level:
             error if self.parent is None else self.parent.explain_error(error, func, args, kwargs)
         )
 
-    def raise_told(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
+    def raise_explained(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
         """Raise the error by which the level explains an operator's failure.
 
         Return if that is ``error`` itself, so that the caller raises it. Return also within the
@@ -247,7 +247,7 @@ class activate_level:
         stack.top = self.previous
         self.level.active = False
         if self.level.lift_cache:
-            _release_lifted(self.level)
+            _release_lift_cache(self.level)
 
 
 def _abandon(left: list, _: int) -> None:
@@ -265,7 +265,7 @@ def _abandon(left: list, _: int) -> None:
 exception_safety.PUT_BACK.append(_abandon)
 
 
-def _release_lifted(level: Level) -> None:
+def _release_lift_cache(level: Level) -> None:
     """Release the tensors that were lifted to a level, with their stand-ins.
 
     Weak references remain: a user's backward may have saved a stand-in, and when it runs it

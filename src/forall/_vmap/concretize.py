@@ -12,9 +12,9 @@ import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import find_users_line
-from forall._core.divergence import Diverged
+from forall._core.divergence import make_divergence
 from forall._core.levels import run_outside, stack, top
+from forall._vmap.active_set.merge import is_stale, restrict_to_running
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.concretize_listeners import notify_if_traced, notify_listeners
 
@@ -86,35 +86,7 @@ def restrict_if_stale(t: Tensor) -> Tensor:
     """Restrict a tensor that may be one of more examples."""
     if not stack.parted:
         return t
-    from forall._vmap.active_set.merge import (  # imports the level, which imports this
-        is_stale,
-        restrict_to_running,
-    )
-
     return restrict_to_running(t) if is_stale(t) else t
-
-
-def make_divergence(
-    level: Any, groups: list[list[int]], complaint: Callable[[], Exception]
-) -> BaseException:
-    """The exception to raise where the examples of ``level`` diverge."""
-    if not level.parts:
-        return complaint()
-    if not level.active:  # no call that could run again
-        error = complaint()
-        error.add_note(
-            "vmap: the call has ended, and a backward pass over what it computed asks this.\n"
-            "During the call examples may part: take the derivative inside, as in vmap(grad(f))."
-        )
-        return error
-    root = level.root
-    if root is not level:  # the examples that do not run are a group as well
-        rows = level.rows.tolist()
-        groups = [[rows[n] for n in g] for g in groups]
-        others = sorted({*range(root.size)} - {*rows})
-        groups = [*groups, others] if others else groups
-    root.parted, root.parted_at = groups, find_users_line()
-    return Diverged(root, groups, root.parted_at)
 
 
 def _are_equal(rows: Tensor) -> bool:

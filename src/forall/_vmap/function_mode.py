@@ -28,6 +28,7 @@ from forall._core import nested_tensor
 from forall._core.escaped_values import has_escaped_values, replace_escaped_args
 from forall._core.levels import Level, complete_gradient, find_innermost, levels_in, stack, top
 from forall._vmap import registry
+from forall._vmap.active_set.restrict_args import restrict_args, restrict_to_one_part
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.fast_path.api_calls import answer_call
 from forall._vmap.mutation import view_copies
@@ -64,9 +65,6 @@ ITSELF = frozenset(
     torch.autograd.backward,
 }
 
-
-# `restrict_value` and `restrict_to_one_part`, whose module imports the level, and that this one.
-RESTRICTIONS: list[Any] = []
 
 _GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.grad.__get__})
 
@@ -114,7 +112,7 @@ class VmapFunctionMode(TorchFunctionMode):
             if stack.parted and (stack.again or not is_in_backward()):
                 return self._call_restricted(func, args, kwargs or {})
             if stack.ever_parted and is_in_backward():
-                args = RESTRICTIONS[1](args)
+                args = restrict_to_one_part(args)
             return self._call(func, args, kwargs)
 
     def _call_on_wrappers(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -137,7 +135,7 @@ class VmapFunctionMode(TorchFunctionMode):
                     break
             else:
                 return self._call(func, args, None)
-        fit = RESTRICTIONS[0](func, args, kwargs)
+        fit = restrict_args(func, args, kwargs)
         out = self._call(func, fit.args, fit.kwargs)
         return fit.restore_identity(out)
 

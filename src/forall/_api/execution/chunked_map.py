@@ -28,14 +28,14 @@ class OutOfMemoryRetry(OptionsOverride):
 
 def run_in_chunks(call: MappedCall, chunk: Chunk) -> Any:
     """Run all examples in chunks, and return their results."""
-    size = call.entering.size
+    size = call.arguments.size
     chunks = make_chunks(chunk)
     if size <= 1 or chunks is None or (chunks.size != "auto" and chunks.size >= size):
         return call.run()
     if chunks.size == "auto":
         call = call._replace(options=OutOfMemoryRetry(call.options))
     same = call.draws.flag == "same"
-    drawn = rng_state.save_states(call.entering.leaves) if same else {}
+    drawn = rng_state.save_states(call.arguments.leaves) if same else {}
 
     def one(numbers: range) -> tuple:
         if same and numbers.start:
@@ -46,7 +46,7 @@ def run_in_chunks(call: MappedCall, chunk: Chunk) -> Any:
             part = call if len(numbers) == size else call.some(numbers)
             return numbers, *pytree.flatten(part.run())
 
-    parts = [*run_each_chunk(one, size, chunks, call.entering.leaves, "example")]
+    parts = [*run_each_chunk(one, size, chunks, call.arguments.leaves, "example")]
     flat, spec = join_groups(call.places, parts)
     return pytree.unflatten(flat, spec)
 

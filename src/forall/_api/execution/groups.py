@@ -64,10 +64,10 @@ class StateSnapshot:
     __slots__ = ("drawn", "marks", "python")
 
     def __init__(self, call: MappedCall) -> None:
-        self.python = PythonSnapshot(call.func, call.entering.given)
+        self.python = PythonSnapshot(call.func, call.arguments.given)
         self.drawn = None
         if call.draws.flag != "error":
-            self.drawn = rng_state.save_states(call.entering.leaves)
+            self.drawn = rng_state.save_states(call.arguments.leaves)
         self.marks = take_log_snapshots(top())
 
     def restore(self) -> None:
@@ -229,7 +229,7 @@ class GroupedRun:
         """Run one example after another, on views of the caller's tensors, as the loop does."""
         if self.call.options.report is not None:
             self.call.options.report.note_one_by_one()
-        for n in range(self.call.entering.size):
+        for n in range(self.call.arguments.size):
             numbers = range(n, n + 1)
             part = self.call.some(numbers)
             try:
@@ -251,7 +251,7 @@ class GroupedRun:
         ledger = self.touched.ledgers[-1]
         wholes, rows = _find_mapped_leaves(self.call), []
         places = [x.examples[0] if isinstance(x, NestedExamples) else x for x in wholes]
-        dims = [d for d in self.call.entering.dims if d is not None]
+        dims = [d for d in self.call.arguments.dims if d is not None]
         columns = zip(wholes, places, dims, _find_mapped_leaves(part), nodes, strict=True)
         for whole, place, dim, some, node in columns:
             if get_memory_key(some) in ledger.mapped_written:
@@ -326,8 +326,8 @@ def _act_under(level: Any) -> Any:
 
 
 def _find_mapped_leaves(call: MappedCall) -> list[Any]:
-    entering = call.entering
-    return [x for x, d in zip(entering.leaves, entering.dims, strict=True) if d is not None]
+    arguments = call.arguments
+    return [x for x, d in zip(arguments.leaves, arguments.dims, strict=True) if d is not None]
 
 
 def join_groups(places: OutDims, parts: list[Part]) -> tuple[list, Any]:

@@ -190,12 +190,12 @@ def _get_transform_keys(func: Any) -> tuple:
 def get_times(code: CodeType, call: MappedCall) -> CallTimes:
     """Return the times of calls of this code with as many examples of these shapes."""
     by_size = _get_times_by_key(code)
-    key = _make_key(call.func, call.entering.size, call.entering.leaves)
+    key = _make_key(call.func, call.arguments.size, call.arguments.leaves)
     times = by_size.get(key)
     if times is None:
         if len(by_size) >= _MOST:
             by_size.pop(next(iter(by_size)), None)
-        times = by_size[key] = CallTimes(_count_loops_to_warm(call.func, call.entering.size))
+        times = by_size[key] = CallTimes(_count_loops_to_warm(call.func, call.arguments.size))
     return times
 
 
@@ -446,7 +446,7 @@ def _run_as_loop(
     seconds = perf_counter() - start
     times.note_seconds(seconds)
     if times.warming:
-        times.note_warming(is_over=_count_replays(call.func) >= hits + call.entering.size)
+        times.note_warming(is_over=_count_replays(call.func) >= hits + call.arguments.size)
     if not (times.prefers_loop() or times.may_get_faster()):
         times.note_try(seconds)
     return found
@@ -457,14 +457,14 @@ def _is_worth_a_warning(call: MappedCall, times: CallTimes) -> bool:
     looped, together = times.looped, times.together
     if looped is None or together is None or times.next <= times.spent:
         return False
-    return call.entering.size >= _MANY and looped > _WORTH_A_WORD and looped < together
+    return call.arguments.size >= _MANY and looped > _WORTH_A_WORD and looped < together
 
 
 def _warn_of_loop(call: MappedCall, parted_at: SourceLine) -> None:
     """Warn that diverging examples run one after another, and how to avoid that."""
     text = parted_at.text()
     at = [("at", f"{parted_at.near()}   {text}".rstrip())] if text else []
-    rows = [("examples", f"{call.entering.size}"), *at]
+    rows = [("examples", f"{call.arguments.size}"), *at]
     warn_slow_path(
         f"vmap({name_of(call.func)}): examples part, and take less time one after another than "
         "together, so such calls run as the plain loop.\n"
@@ -483,7 +483,7 @@ def _try_together(
     looped = inf if times.looped is None else times.looped
     is_try = times.prefers_loop()
     most = _MUCH * looped + _CONVERTING * is_first
-    if not is_try or call.entering.size == 1:  # a run of one example cannot be undone
+    if not is_try or call.arguments.size == 1:  # a run of one example cannot be undone
         most = inf
     start = perf_counter()
     try:

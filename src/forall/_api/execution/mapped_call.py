@@ -21,7 +21,7 @@ class MappedCall(Protocol):
         ...
 
     @property
-    def entering(self) -> Any:
+    def arguments(self) -> Any:
         """The arguments: their leaves, the dims that count the examples, and the size."""
         ...
 

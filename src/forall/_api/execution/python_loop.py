@@ -59,14 +59,14 @@ class TooLongError(CannotLoopError):
 
 def may_run_as_loop(call: MappedCall, bindings: Bindings) -> bool:
     """Return True if the loop over the examples gives all the results that a call has to give."""
-    options, entering = call.options, call.entering
+    options, arguments = call.options, call.arguments
     if options.divergence != "split" or options.max_steps is not None:
         return False
-    if options.report is not None or options.retries_on_oom or entering.looks:
+    if options.report is not None or options.retries_on_oom or arguments.looks:
         return False
     if type(call.draws.flag) is not str:
         return False
-    return has_no_observers() and bindings.may_take(entering.leaves)
+    return has_no_observers() and bindings.may_take(arguments.leaves)
 
 
 def has_no_observers() -> bool:
@@ -96,11 +96,13 @@ def has_no_observers() -> bool:
 
 def run_loop(call: MappedCall, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
     """Return the results of all examples; raise `TooLongError` after so many seconds."""
-    entering = call.entering
-    args, kwargs = entering.given
-    is_flat = not kwargs and len(args) == len(entering.leaves)
-    pack = None if is_flat and all(map(is_, args, entering.leaves)) else entering.unflatten
-    args = LoopArguments(entering.leaves, entering.dims, entering.size, pack, call.options.ragged)
+    arguments = call.arguments
+    args, kwargs = arguments.given
+    is_flat = not kwargs and len(args) == len(arguments.leaves)
+    pack = None if is_flat and all(map(is_, args, arguments.leaves)) else arguments.unflatten
+    args = LoopArguments(
+        arguments.leaves, arguments.dims, arguments.size, pack, call.options.ragged
+    )
     (found,) = run_each_example(call.func, args, call.places, bindings, seconds)
     return pytree.flatten(found)
 

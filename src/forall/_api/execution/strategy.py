@@ -76,7 +76,7 @@ def _run(call: MappedCall, code: CodeType | None) -> tuple[list, Any]:
     # Functions that converted code calls are converted as well.
     if is_running():
         return _run_converted_or_groups(call, code, None, known=True)
-    if code in _ASKED or call.entering.size == 1:
+    if code in _ASKED or call.arguments.size == 1:
         parted_at = None if code is None else _PARTED.get(code)
         return run_cheaper(call, code, lambda: _run_all_at_once(call, code), parted_at)
     return _run_all_at_once(call, code, is_new=True)
@@ -90,7 +90,7 @@ def _run_all_at_once(
     ``is_new`` says that the function has not tested values so far.
     """
     has_parted = not is_new and code in _PARTED
-    if has_parted or call.entering.size == 1:
+    if has_parted or call.arguments.size == 1:
         return _run_converted_or_groups(call, code, None, known=has_parted)
     before, stack.asked = stack.asked, False
     try:
@@ -115,10 +115,10 @@ def _run_converted_or_groups(
     call: MappedCall, code: CodeType | None, groups: list[list[int]] | None, *, known: bool
 ) -> tuple[list, Any]:
     """Run a call converted, or in groups; ``groups`` are known if the function has run as it is."""
-    if call.entering.size == 1:
+    if call.arguments.size == 1:
         return _run_unconverted(call, None)
     if groups is None:
-        groups = [[*range(call.entering.size)]]
+        groups = [[*range(call.arguments.size)]]
     why: Obstacle | None = None
     for deep in (True,) if code in _DEEPLY else (False, True):
         with convert_libraries(deep):
@@ -136,7 +136,7 @@ def _run_converted_or_groups(
                 found = Obstacle.from_cause(gave_up.why)
                 # The second attempt converts libraries too; the first names user code as the cause.
                 why = found if why is None or not why.has_place else why
-                groups = [[*range(call.entering.size)]]
+                groups = [[*range(call.arguments.size)]]
                 if not thread.met_others:
                     break
             else:

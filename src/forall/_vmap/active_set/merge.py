@@ -21,6 +21,7 @@ from forall._compat.dispatch_state import (
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import find_innermost_of, graph_free, lift, run_outside
 from forall._vmap.active_set.sub_level import (
+    SubLevel,
     covers_examples,
     find_positions_in,
     intersect_examples,
@@ -372,3 +373,13 @@ def _has_root(t: Any, root: Any) -> bool:
             return True
         t = t.value
     return False
+
+
+def _restrict_from_root(level: SubLevel, tensor: Tensor) -> Tensor:
+    """Restrict a value of the root, which has all examples, to those of a sub-level."""
+    found = restrict_to_level(tensor, level)
+    assert found is not None  # noqa: S101 - it is one of all examples
+    return found
+
+
+SubLevel.restrict_value = _restrict_from_root

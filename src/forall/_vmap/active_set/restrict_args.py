@@ -37,7 +37,6 @@ from forall._vmap.active_set.sub_level import (
 )
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.fast_path.api_calls import are_plain_options, is_pointwise
-from forall._vmap.function_mode import RESTRICTIONS
 from forall._vmap.mutation import view_copies
 from forall._vmap.mutation.mutation_log import write_counts
 from forall._vmap.registry import CALLS
@@ -370,6 +369,3 @@ def restrict_to_one_part(args: tuple) -> tuple:
         else a
         for a in args
     )
-
-
-RESTRICTIONS.extend([restrict_args, restrict_to_one_part])

@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 class SubLevel(VmapLevel):
     """A sub-level, of some of a root's examples: ``members`` has a bit for each of those (`flags`).
 
-    See NOTE [parts].
+    See NOTE [parts]. `merge` defines ``restrict_value``, and sets it here.
     """
 
     root: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -142,13 +142,6 @@ class SubLevel(VmapLevel):
     @property
     def lift_cache(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.of.lift_cache
-
-    def restrict_value(self, tensor: Tensor) -> Tensor:
-        from forall._vmap.active_set.merge import restrict_to_level  # imports this module
-
-        found = restrict_to_level(tensor, self)
-        assert found is not None  # noqa: S101 - it is one of all examples
-        return found
 
     @property
     def logs_writes(self) -> bool:

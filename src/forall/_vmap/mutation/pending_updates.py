@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.divergence import make_divergence
 from forall._core.errors import shared_write_error
 from forall._core.levels import run_outside, top
-from forall._vmap import concretize
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.mutation.rollback import clone_unlogged
 from forall._vmap.rule_makers.basic import is_mapped, lower_shared, move_to_front
@@ -227,6 +227,6 @@ def require_all_examples(level: Any, func: Any, target: Tensor) -> None:
     """Raise `Diverged`, so that all examples run again in groups, if only some of them run now."""
     root = level.root
     if root is not level:
-        raise concretize.make_divergence(
+        raise make_divergence(
             root, [[*range(root.size)]], lambda: shared_write_error(str(func), target, [])
         )

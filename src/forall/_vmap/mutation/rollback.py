@@ -20,7 +20,6 @@ from forall._vmap.batched_tensor import BatchedTensor
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
-    from forall._vmap.mutation.mutation_log import MutationLog
 
 Tensor = torch.Tensor
 
@@ -132,7 +131,7 @@ def clone_unlogged(t: Tensor) -> Tensor:
         return t.clone()
 
 
-def find_logs(level: Any) -> list[tuple[Any, MutationLog]]:
+def find_logs(level: Any) -> list[tuple[Any, Any]]:
     """A level and those further out that have a ledger, each with its own."""
     found = []
     while level is not None:
@@ -172,10 +171,10 @@ class GroupEffects:
     __slots__ = ("ledgers", "seen")
 
     def __init__(self) -> None:
-        self.ledgers: list[MutationLog] = []  # those of groups that run, or have run
+        self.ledgers: list[Any] = []  # those of groups that run, or have run
         self.seen: dict[int, str] = {}
 
-    def add_group(self, ledger: MutationLog, rows: Iterable[int]) -> bool:
+    def add_group(self, ledger: Any, rows: Iterable[int]) -> bool:
         """True if no other group can tell what this one did, to ``rows`` of arguments either."""
         mine = classify_effects(ledger, rows)
         if any(
@@ -191,7 +190,7 @@ class GroupEffects:
             ledger.before.undo()
 
 
-def classify_effects(ledger: MutationLog, rows: Iterable[int]) -> dict[int, str]:
+def classify_effects(ledger: Any, rows: Iterable[int]) -> dict[int, str]:
     """The kind of effect that a call had on each piece of older memory."""
     found = dict.fromkeys(ledger.read, READ)
     for key in rows:

@@ -94,12 +94,12 @@ def _find_range(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
         if not all(map(isfinite, limits)):
             raise RuntimeError(_ENDLESS)
         low, high = (x.new_full((x.shape[0], 1), limit) for limit in limits)
-        return _with_room(low, high, room)
+        return _widen_bounds(low, high, room)
     require((low.isfinite() & high.isfinite()).all(), _ENDLESS)
-    return _with_room(low, high, room)
+    return _widen_bounds(low, high, room)
 
 
-def _with_room(low: Tensor, high: Tensor, room: float) -> tuple[Tensor, Tensor]:
+def _widen_bounds(low: Tensor, high: Tensor, room: float) -> tuple[Tensor, Tensor]:
     """No range is empty."""
     flat = low == high
     return torch.where(flat, low - room, low), torch.where(flat, high + room, high)
