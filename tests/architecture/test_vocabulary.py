@@ -12,8 +12,8 @@ import counts
 # Public functions that are named by a participle alone.
 PUBLIC = {"_api.stacked:stacked", "_api.torch_func_patch:installed"}
 
-# Fields of `forall.config` that are properties.
-FIELDS = {"parting"}
+# What users see: a field of `forall.config`, and the entries of a report of `explain`.
+FIELDS = {"parting", "Parting"}
 
 # Words that a reader would have to learn, and the terms to use instead.
 TERMS = {
