@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -87,13 +87,16 @@ def everything() -> dict[str, Any]:
 class Tracer:
     """Raises at one instruction of our own code, counted from the beginning of the call."""
 
-    def __init__(self, at: int = -1) -> None:
+    def __init__(self, at: int = -1, code: CodeType | None = None) -> None:
         self.at = at
+        self.code = code  # whose instructions count, or all of ours
         self.seen = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
         if not name.startswith(OURS) and name != __file__:
+            return None
+        if self.code is not None and frame.f_code is not self.code:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self.met if event == "call" else None
@@ -107,8 +110,8 @@ class Tracer:
         return self.met
 
 
-def count(f: Callable) -> int:
-    tracer = Tracer()
+def count(f: Callable, code: CodeType | None = None) -> int:
+    tracer = Tracer(code=code)
     sys._getframe().f_trace_opcodes = True  # before, or Python 3.12 tells of none the first time
     sys.settrace(tracer)
     try:
@@ -119,9 +122,9 @@ def count(f: Callable) -> int:
     return tracer.seen
 
 
-def interrupted(f: Callable, at: int) -> bool:
+def interrupted(f: Callable, at: int, code: CodeType | None = None) -> bool:
     """Call ``f``, which is interrupted at an instruction, if it comes to that."""
-    sys.settrace(Tracer(at))
+    sys.settrace(Tracer(at, code))
     try:
         f()
     except Interrupt:
@@ -135,14 +138,14 @@ def told(result: Any) -> list[torch.Tensor]:
     return [t.detach().clone() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
 
 
-def check(name: str, places: list[int]) -> list[str]:
+def check(name: str, places: list[int], code: CodeType | None = None) -> list[str]:
     """What is other than before, after an interrupt at each of these places."""
     f = CALLS[name]
     found = []
     expected = told(f())
     before = everything()
     for at in places:
-        interrupted(f, at)
+        interrupted(f, at, code)
         after = everything()
         wrong = [k for k in before if before[k] != after[k]]
         plain = type(torch.ones(2) + 1) is torch.Tensor
@@ -163,6 +166,18 @@ def test_an_interrupt_anywhere_leaves_all_as_it_was(name):
     assert n > 100
     r = random.Random(name)
     found = check(name, sorted(r.sample(range(1, n + 1), min(PLACES, n))))
+    assert not found, found
+
+
+@pytest.mark.counted
+@pytest.mark.parametrize("name", ["vmap of grad", "hessian", "jit"])
+def test_an_interrupt_while_modes_are_taken_off_is_what_is_raised(name):
+    forall.config.replay = False
+    f, code = CALLS[name], levels.run_outside.__enter__.__code__
+    f()
+    n = count(f, code)
+    assert n > 20
+    found = check(name, [*range(1, n + 1)], code)
     assert not found, found
 
 

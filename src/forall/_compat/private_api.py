@@ -31,6 +31,7 @@ __all__ = [
     "has_kernel",
     "module_of",
     "pop_functions",
+    "count_modes",
     "pop_mode",
     "push_functions",
     "push_mode",
@@ -49,11 +50,21 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes without a behaviour of
 
 
 class DispatchMode(TorchDispatchMode):
-    """The base of forall's dispatch modes, which torch runs without importing its compiler."""
+    """The base of forall's dispatch modes, which torch runs without importing its compiler.
+
+    An interrupt between two instructions, in the middle of entering `run_outside`, leaves no mode
+    to pop. That must not end in an error of torch's, which would take the interrupt's place. The
+    outermost call restores the modes.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __exit__(self, *error: object) -> None:
+        if not count_modes():
+            push_mode(self)
+        super().__exit__(*error)
 
 
 # As the __torch_function__ of a tensor subclass, this disables it at no cost.
@@ -64,6 +75,7 @@ subclass_functions_are_on = torch._C._is_torch_function_enabled
 
 push_mode = torch._C._push_on_torch_dispatch_stack
 pop_mode = torch._C._pop_torch_dispatch_stack
+count_modes = torch._C._len_torch_dispatch_stack
 push_functions = torch._C._push_on_torch_function_stack
 pop_functions = torch._C._pop_torch_function_stack
 
