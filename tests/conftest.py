@@ -115,7 +115,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     own = policy.AutoReplayCache
     failed: list[strategy.Obstacle] = []
     warn, strategy.warn_of_groups = strategy.warn_of_groups, _heard(failed)
-    if BY_JIT and not ASIDE & _rooms(item):
+    if BY_JIT and not ASIDE & _folders(item):
         import by_jit
 
         policy.AutoReplayCache = by_jit.ByJit
@@ -154,7 +154,7 @@ def _heard(failed: list[strategy.Obstacle]) -> Callable:
     return heard
 
 
-def _rooms(item: pytest.Item) -> set[str]:
+def _folders(item: pytest.Item) -> set[str]:
     return {*item.path.relative_to(item.config.rootpath).parts}
 
 
@@ -163,6 +163,6 @@ def _how(item: pytest.Item, before: bool | str) -> bool | str:
         return False
     if BY_JIT:
         impure = item.get_closest_marker("impure") is not None
-        return before if ASIDE & _rooms(item) else False if impure else "check"
-    one_in_some = "replay" not in _rooms(item) and not crc32(item.nodeid.encode()) % ONE_IN
+        return before if ASIDE & _folders(item) else False if impure else "check"
+    one_in_some = "replay" not in _folders(item) and not crc32(item.nodeid.encode()) % ONE_IN
     return "check" if before is True and one_in_some else before

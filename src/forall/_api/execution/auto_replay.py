@@ -157,14 +157,14 @@ class Calls:
 
 def _import_recorder() -> bool:
     """Import the recorder, a part of it with each call; return True once all is imported."""
-    rooms = [room for room in _RECORDS if room not in sys.modules]
-    if not rooms:
+    missing = [name for name in _RECORDS if name not in sys.modules]
+    if not missing:
         return True
     start = clock()
     with disable_gc():
-        while rooms and clock() - start < _AT_ONCE:
-            import_module(rooms.pop(0))
-    return not rooms
+        while missing and clock() - start < _AT_ONCE:
+            import_module(missing.pop(0))
+    return not missing
 
 
 def _call_template(

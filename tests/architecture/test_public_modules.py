@@ -1,4 +1,4 @@
-"""What users and extenders see: doors without code, torch.func's names and signatures."""
+"""Public modules: names without code, torch.func's names and signatures, docstrings."""
 
 import inspect
 import subprocess
@@ -14,15 +14,15 @@ import forall.testing
 from source import files, functions
 
 
-@pytest.mark.parametrize("door", ["__init__.py", "extend.py"])
-def test_a_door_defines_nothing(door):
-    assert not list(functions(files()[door]))
+@pytest.mark.parametrize("path", ["__init__.py", "extend.py"])
+def test_a_public_module_defines_nothing(path):
+    assert not list(functions(files()[path]))
 
 
-@pytest.mark.parametrize("door", [forall, forall.extend, forall.random, forall.testing])
-def test_a_door_opens_on_what_it_promises(door):
-    assert all(hasattr(door, name) for name in door.__all__)
-    assert len(set(door.__all__)) == len(door.__all__)
+@pytest.mark.parametrize("module", [forall, forall.extend, forall.random, forall.testing])
+def test_a_public_module_has_the_names_it_lists(module):
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
 
 
 @pytest.mark.parametrize("name", torch.func.__all__)
@@ -53,14 +53,14 @@ def test_a_public_name_says_what_it_is(public):
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "transform",
     [f for f in PUBLIC if f.__module__.startswith("forall._api")],
     ids=lambda f: f.__name__,
 )
-def test_a_verb_is_documented_with_an_example(verb):
-    doc = inspect.getdoc(verb) or ""
+def test_a_transform_is_documented_with_an_example(transform):
+    doc = inspect.getdoc(transform) or ""
     assert "Example:" in doc
-    if verb is not forall.debug_unwrap:
+    if transform is not forall.debug_unwrap:
         assert "Source:" in doc
         assert "Cost" in doc
 
@@ -75,7 +75,7 @@ def test_importing_forall_imports_no_compiler():
     assert run.stdout.strip() == ""
 
 
-def test_importing_forall_leaves_the_programs_to_the_first_jit():
+def test_importing_forall_imports_no_tracer_before_the_first_jit():
     code = (
         "import sys, forall; loaded = lambda: 'forall._jit.tracing.trace_call' in sys.modules; "
         "print(loaded()); forall.jit(abs); print(loaded())"

@@ -17,7 +17,7 @@ from forall._core.levels import stack
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.mutation.view_copies import view_copies
 from oracle import loop
-from rooms.batching.by_hand import check, choose, repeat
+from unit.vmap.by_hand import check, choose, repeat
 
 D = torch.float64
 XS = torch.tensor(
