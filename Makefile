@@ -7,7 +7,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: whole replayed jitted looped leaks matrix device gpu demo test check static doctest limitations bench clients coverage fuzz
+.PHONY: report whole replayed jitted looped leaks matrix device gpu demo test check static doctest limitations bench clients coverage fuzz
 .PHONY: format clean
 .DEFAULT_GOAL := test
 
@@ -55,6 +55,10 @@ static: $(VENV)/.installed
 # README.md and the pages of docs are doctests too, so that what they show stays true.
 doctest: $(VENV)/.installed
 	$(RUN) -m pytest -q --doctest-modules --doctest-glob='*.md' src/forall README.md docs
+
+# Counts of names, docstrings, imports and sizes. COUNTS=rings lists what is counted; see tests/counts.py.
+report: $(VENV)/.installed
+	$(RUN) tests/counts.py $(COUNTS)
 
 # The table of limitations in README.md, from running each of them under torch.func and under forall.
 limitations: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """Counts of names, docstrings, imports and sizes in the library's source.
 
-`python tests/counts.py` prints them; the tests beside it hold the ones that matter.
+`make report` prints them; the tests beside it hold the ones that matter.
 """
 
 from __future__ import annotations
