@@ -143,7 +143,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 
 def _heard(failed: list[strategy.Obstacle]) -> Callable:
-    """`apart.warn`, which notes where a conversion was given up for an error inside forall."""
+    """`strategy.warn_of_groups`, which notes conversions given up for an error inside forall."""
     warn = strategy.warn_of_groups
 
     def heard(call: Any, why: strategy.Obstacle) -> None:

@@ -11,14 +11,15 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import source
+from source import ROOT
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-SOURCE = Path(__file__).parents[1] / "src" / "forall"
+    from pathlib import Path
 
 
 def _words(text: str) -> frozenset[str]:
@@ -74,11 +75,9 @@ def modules() -> tuple[Module, ...]:
     """Every module of the library."""
     return tuple(
         Module(
-            ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"),
-            path,
-            ast.parse(path.read_text()),
+            path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"), ROOT / path, tree
         )
-        for path in sorted(SOURCE.rglob("*.py"))
+        for path, tree in source.files().items()
     )
 
 
@@ -297,7 +296,7 @@ def crossed() -> tuple[int, int]:
     def note(frame: object, event: str, _: object) -> None:
         if event == "call":
             name = frame.f_code.co_filename  # type: ignore[attr-defined]
-            if str(SOURCE) in name:
+            if str(ROOT) in name:
                 files[name] += 1
 
     sys.setprofile(note)

@@ -21,14 +21,13 @@ from forall._autodiff.reverse_mode import hook_backward_nodes
 from forall._compat import checkpoint, pytree, tensor_subclass
 from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import (
-    count_dispatch_modes,
     functions_are_off,
     functions_off,
     in_torch_func,
     install_forward_level,
     is_in_backward,
 )
-from forall._compat.private_api import BACKWARD_HOOK
+from forall._compat.private_api import BACKWARD_HOOK, count_dispatch_modes
 from forall._compat.tensor_subclass import (
     PosedTensor,
     posing,

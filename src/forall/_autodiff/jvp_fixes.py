@@ -13,8 +13,8 @@ import torch
 
 from forall._autodiff.decompositions.backwards import BACKWARD
 from forall._autodiff.decompositions.table import FORWARD
-from forall._compat.dispatch_state import count_dispatch_modes, is_in_backward
-from forall._compat.private_api import DispatchMode, pop_mode, push_mode
+from forall._compat.dispatch_state import is_in_backward
+from forall._compat.private_api import DispatchMode, count_dispatch_modes, pop_mode, push_mode
 from forall._compat.storage import has_memory, is_sole_owner
 from forall._compat.versions import WRONG_FORMULAS
 from forall._compat.wrapper_tensor import Wrapper, has_history, unwrap_all

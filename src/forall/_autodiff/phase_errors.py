@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from forall._compat.assertions import require
-from forall._compat.dispatch_state import count_dispatch_modes, functions_off
+from forall._compat.dispatch_state import functions_off
 from forall._compat.op_schema import met
+from forall._compat.private_api import count_dispatch_modes
 from forall._compat.wrapper_tensor import Wrapper
 
 aten = torch.ops.aten

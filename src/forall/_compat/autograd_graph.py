@@ -66,7 +66,7 @@ def call_autograd_grad(
     """Run torch.autograd.grad as the implementation of a user's call of it.
 
     Function modes are not asked again about the call itself. They stay on for the user's own
-    backwards: torch's name leads there (`checkpoints`), and `run_backward` does not.
+    backwards: torch's name leads there (`checkpoint`), and `run_backward` does not.
     """
     cotangents = cotangents_of(outputs, given)
     return run_grad_engine(

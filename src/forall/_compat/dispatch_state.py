@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from forall._compat import exception_safety, inference_mode
 from forall._compat.device_threads import one_thread
 from forall._compat.exception_safety import contextmanager
+from forall._compat.private_api import count_dispatch_modes
 from forall._compat.trace_modes import hide_own_tensors, suspend_own_modes
 from forall._compat.versions import apply_without_binding
 
@@ -270,9 +271,6 @@ def _called_by(wanted: Callable[[Any], bool]) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def is_mode_on(mode: object) -> bool:

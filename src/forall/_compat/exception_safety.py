@@ -22,6 +22,7 @@ import torch
 from torch.autograd import forward_ad
 
 from forall._compat.private_api import (
+    count_dispatch_modes,
     pop_functions,
     pop_mode,
     push_functions,
@@ -39,7 +40,6 @@ _functions_are_on = torch._C._is_torch_function_enabled
 _records = torch.is_grad_enabled
 _is_forward_on = torch._C._is_fwd_grad_enabled
 _keeps_casts = torch.is_autocast_cache_enabled
-_count_modes = torch._C._len_torch_dispatch_stack
 _count_functions = torch._C._len_torch_function_stack
 
 _PLACES: list[Any] = []
@@ -144,7 +144,7 @@ def _take_snapshot() -> tuple:
         _is_forward_on(),
         forward_ad._current_level,
         _keeps_casts(),
-        list_dispatch_modes() if _count_modes() else (),
+        list_dispatch_modes() if count_dispatch_modes() else (),
         list_function_modes() if _count_functions() else (),
         [*map(dict.copy, dicts)],
     )
@@ -177,7 +177,7 @@ def _restore_snapshot(before: tuple) -> None:
 def list_dispatch_modes() -> tuple:
     """Return the dispatch modes that are on, the outermost first."""
     at = torch._C._get_dispatch_stack_at
-    return tuple(at(i) for i in range(_count_modes()))
+    return tuple(at(i) for i in range(count_dispatch_modes()))
 
 
 def list_function_modes() -> tuple:

@@ -17,7 +17,7 @@ import torch.func
 
 from forall._compat import exception_safety
 from forall._compat.dispatch_state import in_torch_func, is_dynamo_loaded, refuse_inside_linearize
-from forall._compat.private_api import count_modes, pop_mode, push_mode
+from forall._compat.private_api import count_dispatch_modes, pop_mode, push_mode
 from forall._compat.versions import count_compiled_frames
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def pop_mode_for_compiler(mode: DispatchMode, told: bool) -> None:
     """Pop the mode that `push_mode_for_compiler` pushed; see `DispatchMode`."""
     if told:
         mode.__exit__(None, None, None)
-    elif count_modes():
+    elif count_dispatch_modes():
         pop_mode(None)
 
 

@@ -31,7 +31,7 @@ __all__ = [
     "has_kernel",
     "module_of",
     "pop_functions",
-    "count_modes",
+    "count_dispatch_modes",
     "pop_mode",
     "push_functions",
     "push_mode",
@@ -62,7 +62,7 @@ class DispatchMode(TorchDispatchMode):
         return False
 
     def __exit__(self, *error: object) -> None:
-        if not count_modes():
+        if not count_dispatch_modes():
             push_mode(self)
         super().__exit__(*error)
 
@@ -75,7 +75,7 @@ subclass_functions_are_on = torch._C._is_torch_function_enabled
 
 push_mode = torch._C._push_on_torch_dispatch_stack
 pop_mode = torch._C._pop_torch_dispatch_stack
-count_modes = torch._C._len_torch_dispatch_stack
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
 push_functions = torch._C._push_on_torch_function_stack
 pop_functions = torch._C._pop_torch_function_stack
 

@@ -23,13 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from forall._compat import numpy_interop
 from forall._compat.dispatch_state import (
-    count_dispatch_modes,
     functions_off,
     has_own_dispatch,
     no_dispatch,
 )
 from forall._compat.private_api import (
     DispatchMode,
+    count_dispatch_modes,
     pop_mode,
     push_mode,
     subclass_functions_are_on,

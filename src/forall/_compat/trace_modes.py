@@ -13,19 +13,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from forall._compat.private_api import DispatchMode, pop_mode, push_mode
+from forall._compat.private_api import (
+    DispatchMode,
+    count_dispatch_modes,
+    pop_mode,
+    push_mode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_modes = torch._C._len_torch_dispatch_stack
 _mode = torch._C._get_dispatch_stack_at
 _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def has_foreign_mode() -> bool:
     """Return True if a mode that is not forall's is on beneath all of forall's."""
-    return _modes() > 0 and not isinstance(_mode(0), DispatchMode)
+    return count_dispatch_modes() > 0 and not isinstance(_mode(0), DispatchMode)
 
 
 def is_tracer_on() -> bool:
@@ -50,7 +54,9 @@ class suspend_own_modes:
 
     def __enter__(self) -> None:
         self.modes = []
-        while _modes() and isinstance(_mode(_modes() - 1), DispatchMode):
+        while count_dispatch_modes() and isinstance(
+            _mode(count_dispatch_modes() - 1), DispatchMode
+        ):
             self.modes.append(pop_mode(None))
 
     def __exit__(self, *_: object) -> None:

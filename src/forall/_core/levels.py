@@ -193,7 +193,7 @@ class _Stack(exception_safety.RestoredState):
     # Recomputed code counts as run inside of ``place``, and before ``since`` was entered.
     place: Level | None = None
     since: Level | None = None
-    listening: tuple = ()  # the listeners to each read of a tensor's value, see `questions`
+    listening: tuple = ()  # to each read of a tensor's value, see `concretize_listeners`
     asked = False  # whether Python has read any value since a call began
     late: Callable[[], None] | None = None  # raises where a call that is tried takes too long
 

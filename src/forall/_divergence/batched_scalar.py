@@ -3,11 +3,11 @@
 Inside ``vmap``, ``x.item()`` is one number per example. A `BatchedScalar` holds all of them and
 behaves like each one: for each example its operators give the result of Python's operator on that
 example's number, with the same type, rounding and errors. A torch operator computes all results at
-once if it is known to give the same (`arithmetic`). Otherwise Python's own operator runs for one
-example after another.
+once if it is known to give the same (`scalar_semantics`). Otherwise Python's own operator runs for
+one example after another.
 
 If exactly one Python number is needed (``range(n)``, ``if n > 0``, a dict's key) and the examples
-differ, they diverge: `worlds.one_of` goes on with those that have one value.
+differ, they diverge: `active_mask` goes on with those that have one value.
 """
 
 from __future__ import annotations

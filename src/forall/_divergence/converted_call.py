@@ -35,7 +35,7 @@ from forall._divergence.varying import (
 from forall._divergence.vmap_interface import words
 from forall._vmap.fast_path.operators import call_on_stacks
 
-OVERRIDDEN: dict[Any, Callable] = {}  # replacements of builtins (see `builtin`)
+OVERRIDDEN: dict[Any, Callable] = {}  # replacements of builtins (see `py_builtins`)
 PASSED_ON: set[Any] = set()  # builtins that only call the functions passed to them
 READS_ONLY = frozenset({"index", "count", "copy", "get", "keys", "values", "items"})
 # Operators of torch in C that read values, so that lanes may diverge inside

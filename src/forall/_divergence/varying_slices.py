@@ -1,7 +1,7 @@
 """Slices ``x[i:j]`` and ``x[i:j] = v`` with per-example bounds.
 
 Torch would convert each bound of a slice to one int. If all examples pick the same number of
-entries, one gather picks them all; writes into its result go back to x, see `standing`. A single
+entries, one gather picks them all; writes into its result go back to x, see `view_copies`. A single
 value is written through a mask, even if the number of entries differs. In all other cases the
 examples diverge.
 """

@@ -12,7 +12,7 @@ from typing import Any
 words: Any = SimpleNamespace()
 """The functions and classes of the interface to vmap.
 
-- ``now``, ``asked``, ``running``, ``joined``, ``UndefinedForExamples``: as in `worlds`.
+- ``now``, ``asked``, ``running``, ``joined``, ``UndefinedForExamples``: as in `active_mask`.
 - ``apart``: as in `rerun`.
 - ``Tensor``: the class of tensors. ``BatchedScalar``: the class of per-example Python numbers.
 - ``mean``: calls a torch function on such numbers.

@@ -81,7 +81,7 @@ class AliasFamily:
         self.axis = axis
         self.is_external = older
         self.of_rows = False  # holds rows of a tensor of more examples
-        self.stands: Any = None  # `standing.ViewCopy`, where the loop has a view and we a copy
+        self.stands: Any = None  # `view_copies.ViewCopy`, where the loop has a view and we a copy
         self.names: Any = None  # its other names in the loop, see `_divergence.aliases`
         self.times = 0  # how often it was written into
         self.left: VersionCount | None = None  # version of the result that a call made of it

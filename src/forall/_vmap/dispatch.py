@@ -151,7 +151,7 @@ class Operations(VmapLevel):
                 outs = h(*examples)
             return tuple(boundary.example_to_stack(y, 0, again) for y in outs)
 
-        vars(run_on_stacks)["enters"] = True  # a level of its own; for `reversed`
+        vars(run_on_stacks)["enters"] = True  # a level of its own; for `jvp_by_double_vjp`
         return run_on_stacks
 
     def _rewrap_scope(self, again: VmapLevel) -> key_scope.RandomScope | None:

@@ -1,7 +1,8 @@
 """The function mode of `vmap`: every API call, seen before autograd sees its operators.
 
-A captured tensor that requires grad is put in its shared form (`border.Share`). Pointwise calls
-without a derivative at stake are answered on the stacks; some calls have a meaning of their own.
+A captured tensor that requires grad is put in its shared form (`boundary.Broadcast`). Pointwise
+calls without a derivative at stake are answered on the stacks; some calls have a meaning of their
+own.
 """
 
 from __future__ import annotations

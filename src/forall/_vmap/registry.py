@@ -2,7 +2,7 @@
 
 A *handler* is ``handler(level, func, args, kwargs) -> result``: it gets the arguments as autograd
 passed them (at least one of them `BatchedTensor` of this level, with an axis) and returns wrapped
-results. `families` makes handlers from shorter forms; most rules are a row in one of those.
+results. `rule_makers` make handlers from shorter forms; most rules are a row in one of those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WAYS: dict[Any, str] = {}
 # Operators that need care even where no argument differs between the examples.
 SHARED: dict[Any, Handler] = {}
 # Makers of the update of a tensor from before the call, for in-place operators that add up
-# (`ledger`).
+# (`mutation_log`).
 UPDATES: dict[Any, Callable] = {}
 # Operators that tell the ledger themselves what they read of older tensors.
 BLIND: set[Any] = set()
@@ -48,7 +48,7 @@ UNSHARED: dict[Any, Callable] = {}
 IN_PLACE: set[Callable] = set()
 # The same, for calls that are given an out=.
 OUTS: dict[Any, Callable] = {}
-# Calls that a rule answers at once where no derivative is at stake (`shortcut`), each with the
+# Calls that a rule answers at once where no derivative is at stake (`api_calls`), each with the
 # operators that it would come to. A rule that answers NotImplemented leaves it to these.
 DIRECT: dict[Callable, tuple[Handler, set]] = {}
 # Classes that are no tensors but say what a call with them means. Torch may take one for an int and

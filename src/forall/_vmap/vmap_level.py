@@ -61,7 +61,7 @@ class VmapLevel(Level, DispatchMode):
     parts = False  # whether its call runs examples that diverge in groups
     parted: list[list[int]] | None = None  # the groups, once they are known
     parted_at: Any = None  # the user's line at which they diverged
-    limit: Any = None  # how many steps its loops may take, see `questions`
+    limit: Any = None  # how many steps its loops may take, see `concretize_listeners`
     crosses: Any = None  # a mark, once its pull-back leads through an ended call
     counted: torch.Tensor | None = None  # by a BatchNorm that averages over all calls
 

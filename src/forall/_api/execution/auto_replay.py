@@ -8,7 +8,8 @@ NOTE [one count for all wrappers]
 
     The count refers to nothing of ``f``: a function that is dropped is freed at once, as ever. A
     function that has been recorded is held by its own program, until the next garbage collection.
-    Attributes of other objects may be inspected by other code, so nothing is put there, see `anew`.
+    Attributes of other objects may be inspected by other code, so nothing is put there, see
+    `fresh_closures`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from forall._api import dynamo_call
 from forall._api.chunk_size import Chunks
 from forall._api.execution import fresh_closures
 from forall._compat import functorch_interop, profiler
-from forall._compat.dispatch_state import count_dispatch_modes
+from forall._compat.private_api import count_dispatch_modes
 from forall._compat.trace_modes import is_pre_dispatch_tracing
 from forall._compat.transform_call import call_transform
 from forall._core import config

@@ -31,8 +31,8 @@ from forall._api.execution.auto_replay import can_replay, find_bindings
 from forall._api.execution.fresh_closures import find_transform
 from forall._api.nested_components import NestedExamples, group_by_shape
 from forall._compat.devices import count_function_modes
-from forall._compat.dispatch_state import count_dispatch_modes, in_torch_func
-from forall._compat.private_api import PLAIN
+from forall._compat.dispatch_state import in_torch_func
+from forall._compat.private_api import PLAIN, count_dispatch_modes
 from forall._core import config
 from forall._core.code_table import CodeSet, CodeTable
 from forall._core.divergence import TimeExceeded
@@ -219,7 +219,7 @@ class _KnownCalls(NamedTuple):
     times: CallTimes
     dims: tuple
     size: int
-    alone: Callable | None  # see `anew.Transform`
+    alone: Callable | None  # see `fresh_closures`
 
 
 class SettledCalls:

@@ -1,9 +1,9 @@
 """`vmap` as the loop that it is equal to: each example by itself, on ordinary tensors.
 
-This is for functions that only compute (`computing`). No level is entered, so no operator costs
-more than in a loop that the user writes. Writes into an example's own row of an argument, and the
-history of its result, are those of the loop. If an example fails or results do not fit together,
-all writes are undone, and the call is run in another way, which raises the error.
+This is for functions that only compute (`side_effect_free`). No level is entered, so no operator
+costs more than in a loop that the user writes. Writes into an example's own row of an argument, and
+the history of its result, are those of the loop. If an example fails or results do not fit
+together, all writes are undone, and the call is run in another way, which raises the error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from forall._api.ragged import RaggedResult
 from forall._autodiff.jvp_level import JvpLevel
 from forall._compat import exception_safety, pytree
 from forall._compat.devices import DeviceContext, count_function_modes
-from forall._compat.dispatch_state import count_dispatch_modes, functions_off
-from forall._compat.private_api import PLAIN, get_version, set_version
+from forall._compat.dispatch_state import functions_off
+from forall._compat.private_api import PLAIN, count_dispatch_modes, get_version, set_version
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import Level, stack
 from forall._divergence import is_running

@@ -1,4 +1,4 @@
-"""Decompositions of losses, and of sums over segments and bags: see `composites`."""
+"""Decompositions of losses, and of sums over segments and bags: see `kernels`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tables of operators that are decomposed if a derivative is needed that torch lacks.
 
 Forward mode through an operator uses `FORWARD`, forward mode through its backward
-`pullbacks.BACKWARD`. A second reverse pass through its backward node uses `nodes.NODES`.
+`backwards.BACKWARD`. A second reverse pass through its backward node uses `node_formulas.NODES`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 The user of `jit` promises that the function is pure. Without a promise, a call may be replayed only
 if its purity is certain. Each function that it can reach is read, name by name. Each name has to
-lead to something that does the same with each call and has no side effect (`trusted`), or to state
-that the guards compare. A function that is not certain to be pure runs eagerly.
+lead to something that does the same with each call and has no side effect (`pure_functions`), or to
+state that the guards compare. A function that is not certain to be pure runs eagerly.
 
-Where a call was observed (`ran`), code that did not run is not read. In return, all code that ran
-must be code that the guards have reached.
+Where a call was observed (`coverage`), code that did not run is not read. In return, all code that
+ran must be code that the guards have reached.
 
 Writes to state that the guards see (a counter, a list of results) need no care here: the recording
 finds the state changed. The analysis looks for what guards cannot see: the clock, Python's random

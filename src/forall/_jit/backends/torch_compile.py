@@ -46,7 +46,7 @@ _WORDS = (torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 def make_backend_writer(call: TransformCall, backend: str) -> Callable:
-    """Return what makes a function of a program by a backend, as `writing.function` does.
+    """Return what makes a function of a program by a backend, as `python_source` does.
 
     A backend that does not exist is a ValueError, one that this machine lacks a RuntimeError.
     """
@@ -79,7 +79,7 @@ def _write_compiled(
     given: Sequence[int],
     results: Sequence[int],
 ) -> Callable:
-    """Return a function of a program, as `writing.function` does, with compiled subgraphs."""
+    """Return a function of a program, as `python_source` does, with compiled subgraphs."""
     asserted = {n for node in nodes if node.op in ASSERT_OPS for n in node.reads()}
     fitting = partial(_can_compile, program, asserted)
     stretches = [(fits, [*part]) for fits, part in groupby(nodes, key=fitting)]

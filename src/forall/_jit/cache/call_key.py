@@ -25,14 +25,13 @@ from forall._compat.devices import (
     get_current_device,
 )
 from forall._compat.dispatch_state import (
-    count_dispatch_modes,
     get_autocast_state,
     has_users_tangents,
     in_torch_func,
     is_autocast,
 )
 from forall._compat.native_guards import make_state_check, make_tensor_check
-from forall._compat.private_api import PLAIN, hooks_on_saved
+from forall._compat.private_api import PLAIN, count_dispatch_modes, hooks_on_saved
 from forall._core.levels import stack
 from forall._jit.guards.codegen import GuardTests
 from forall._jit.guards.identity import EXACT_CLASSES, KeyMaker, UnfitArgument

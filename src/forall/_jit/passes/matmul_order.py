@@ -7,7 +7,7 @@ NOTE [what fastmath may do]
 
     Without ``fastmath`` the operands of a product keep their factors, and only their layouts
     change. Such a change, or a sum fused into a product, is made only where trials give the same
-    bits (`tried`).
+    bits (`bitwise_check`).
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import (
-    count_dispatch_modes,
     functions_off,
     is_forward_mode_on,
     no_dispatch,
 )
+from forall._compat.private_api import count_dispatch_modes
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.divergence import CannotMerge
 from forall._core.errors import data_dependent_error

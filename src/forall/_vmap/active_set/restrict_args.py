@@ -1,7 +1,7 @@
 """API calls while examples diverge: their tensors, restricted to the examples that run.
 
-A restricted tensor is a copy that emulates a view of rows of the wider tensor (`standing`): a write
-into it, or into a view of it, is put back there.
+A restricted tensor is a copy that emulates a view of rows of the wider tensor (`view_copies`): a
+write into it, or into a view of it, is put back there.
 """
 
 from __future__ import annotations

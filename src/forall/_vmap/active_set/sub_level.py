@@ -12,7 +12,7 @@ NOTE [parts]
     both meet (`meet`). Where two cotangents add up, their examples unite, zero where one has none.
     So a derivative is computed for the examples that want it, and no inf or nan of another gets
     into it. An operand below autograd is thus either a factor, which is cut, or a summand, which
-    is completed with zeros (`meeting.SUMS`).
+    is completed with zeros (`backward.SUMS`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 
 class SubLevel(VmapLevel):
-    """A sub-level, of some of a root's examples: ``members`` has a bit for each of those (`flags`).
+    """A sub-level, of some of a root's examples: ``members`` has a bit for each (`bitset`).
 
     See NOTE [parts]. `merge` defines ``restrict_value``, and sets it here.
     """

@@ -16,7 +16,6 @@ from torch.nn import functional
 from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import (
     below_autograd,
-    count_dispatch_modes,
     functions_off,
     has_users_tangents,
     in_torch_func,
@@ -24,7 +23,7 @@ from forall._compat.dispatch_state import (
     no_dispatch,
 )
 from forall._compat.op_schema import get_facts
-from forall._compat.private_api import PLAIN, OpOverloadPacket
+from forall._compat.private_api import PLAIN, OpOverloadPacket, count_dispatch_modes
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.memory_layout import is_layout_open
 from forall._vmap.registry import DIRECT

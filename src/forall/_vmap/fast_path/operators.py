@@ -1,9 +1,9 @@
 """Operators of converted code, applied directly to the stacks.
 
 Converted code has one of our functions in the place of ``a * b``, so it can do at once what the
-function mode and `shortcut` would come to: a pointwise operator on stacks that lie alike, without a
-derivative at stake. While examples diverge, operands are restricted on the way. Any other operation
-goes the way of a user's call.
+function mode and `api_calls` would come to: a pointwise operator on stacks that lie alike, without
+a derivative at stake. While examples diverge, operands are restricted on the way. Any other
+operation goes the way of a user's call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from forall._ast_rewrite.fuse_expressions import METHODS
 from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import (
-    count_dispatch_modes,
     functions_off,
     graph_task,
     has_users_tangents,
@@ -25,7 +24,7 @@ from forall._compat.dispatch_state import (
     is_autocast,
     no_dispatch,
 )
-from forall._compat.private_api import PLAIN
+from forall._compat.private_api import PLAIN, count_dispatch_modes
 from forall._compat.tensor_subclass import posing
 from forall._core.levels import stack
 from forall._vmap.active_set.restrict_args import restrict_for_reading

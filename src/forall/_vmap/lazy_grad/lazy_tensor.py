@@ -1,8 +1,8 @@
 """Lazy gradients, which are summed over the examples before they are materialized.
 
 The gradient of a tensor that all examples share is the sum of one gradient from each of them
-(`border.Share`). Each has the shape of the tensor: a matrix gets an outer product, a table gets
-rows of zeros but for a few. For N examples these take N times the memory, and the time to go
+(`boundary.Broadcast`). Each has the shape of the tensor: a matrix gets an outer product, a table
+gets rows of zeros but for a few. For N examples these take N times the memory, and the time to go
 through it. Their sum does not: the outer products add up to one product of matrices, and all rows
 go into one table.
 

@@ -233,7 +233,7 @@ def check_external_access(
 ) -> Callable | None:
     """Tell the ledger of an operator that meets older memory shared by all examples.
 
-    Returns the handler where it is not the usual one. See NOTE [older memory] in `ledger`.
+    Returns the handler where it is not the usual one. See NOTE [older memory] in `mutation_log`.
     """
     met, level.met = level.met, []
     kind = _KINDS.get(func) or _classify_access(func)

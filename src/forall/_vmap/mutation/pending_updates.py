@@ -1,6 +1,6 @@
 """Pending updates: what examples add to a tensor from before the call, applied when it ends.
 
-See NOTE [older memory] in `ledger`.
+See NOTE [older memory] in `mutation_log`.
 """
 
 from __future__ import annotations

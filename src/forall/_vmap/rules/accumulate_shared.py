@@ -1,9 +1,9 @@
 """In-place updates that accumulate over the examples in a tensor that is older than the call.
 
-See NOTE [older memory] in `ledger`. A rule gets the tensor one level down and returns the update
-that each example makes: an `AffineUpdate` ``s <- factor * s + data``. If only a part of the tensor
-is written, the rule returns a function that writes for all examples. If the updates of the examples
-cannot be added up, the rule returns None.
+See NOTE [older memory] in `mutation_log`. A rule gets the tensor one level down and returns the
+update that each example makes: an `AffineUpdate` ``s <- factor * s + data``. If only a part of the
+tensor is written, the rule returns a function that writes for all examples. If the updates of the
+examples cannot be added up, the rule returns None.
 """
 
 from __future__ import annotations

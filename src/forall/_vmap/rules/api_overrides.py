@@ -208,7 +208,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 
 
 def gather_range(x: Tensor, dim: int, begin: Tensor, length: int) -> Tensor:
-    """Return ``x.narrow(dim, begin, length)`` with a batched ``begin`` (`standing`)."""
+    """Return ``x.narrow(dim, begin, length)`` with a batched ``begin`` (`view_copies`)."""
     places = begin + torch.arange(length, device=begin.device)
     return make_view_copy(x.index_select(dim, places), x, [*[None] * dim, places])
 

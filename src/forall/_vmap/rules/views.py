@@ -104,7 +104,7 @@ def _expand(v, axis, size, *, implicit=False):
 
 
 def _move_axis_inside(v):
-    """Move the batch axis last if it is not the outermost in memory: see `layouts`."""
+    """Move the batch axis last if it is not the outermost in memory: see `memory_layout`."""
     return (v.movedim(0, -1), v.dim() - 1) if is_axis_inside(v, 0) else (v, 0)
 
 
