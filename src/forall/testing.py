@@ -33,7 +33,7 @@ def check_vmap(
         >>> check_vmap(torch.mv, torch.rand(2, 3, 4), torch.rand(4), in_dims=(1, None))
     """
     call = TransformCall("check_vmap", f, in_dims=in_dims)
-    leaves, spec, dims, size = mapped_inputs.check_inputs(call, _copy_tensors(args), {}, in_dims)
+    leaves, spec, dims, size, _ = mapped_inputs.check_inputs(call, _copy_tensors(args), {}, in_dims)
     results = []
     for i in range(size):
         example = [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
@@ -43,9 +43,7 @@ def check_vmap(
         raise ValueError(f"{call}: there is no example.\nPass at least one, to compare with.")
     mapped = vmap(f, in_dims, out_dims, chunk_size=chunk_size)(*_copy_tensors(args))
     _, out_spec = pytree.flatten(results[0])
-    places = mapped_inputs.OutDims(
-        TransformCall("check_vmap", f, out_dims=out_dims), out_dims
-    ).expand_to_leaves(out_spec)
+    places = mapped_inputs.OutDims("check_vmap", f, out_dims).expand_to_leaves(out_spec)
     rows = [pytree.get_leaves(r) for r in results]
     truth = [
         _stack_values(list(c), p) for c, p in zip(zip(*rows, strict=True), places, strict=True)

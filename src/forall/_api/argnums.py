@@ -34,10 +34,15 @@ class DiffLeaves:
     def __init__(
         self, call: TransformCall, tree: Any, asked: tuple, error: type[Exception] = RuntimeError
     ) -> None:
-        self.leaves, self.spec = flatten_without_escaped(tree)
+        is_leaf = type(tree) is torch.Tensor
+        self.leaves, self.spec = ([tree], _LEAF) if is_leaf else flatten_without_escaped(tree)
+        self.at: list[int] = []
+        self.tensors: list[torch.Tensor] = []
         with functions_off():
-            self.at = [i for i, x in enumerate(self.leaves) if _is_differentiable(x)]
-        self.tensors: list[torch.Tensor] = [self.leaves[i] for i in self.at]
+            for i, x in enumerate(self.leaves):
+                if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+                    self.at.append(i)
+                    self.tensors.append(x)
         if len(self.at) == len(self.leaves):
             return
         for x in asked if self.at else (*asked, *self.leaves):
@@ -57,11 +62,10 @@ class DiffLeaves:
     def _fill_leaves(self, leaves: list, new: Any) -> Any:
         for i, x in zip(self.at, new, strict=True):
             leaves[i] = x
-        return pytree.unflatten(leaves, self.spec)
+        return leaves[0] if self.spec is _LEAF else pytree.unflatten(leaves, self.spec)
 
 
-def _is_differentiable(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+_LEAF = pytree.flatten(0)[1]
 
 
 class DiffArguments(DiffLeaves):
@@ -80,8 +84,11 @@ class DiffArguments(DiffLeaves):
     ) -> None:
         self.args = args
         self.kwargs = kwargs
-        self.places = find_places(call, args, kwargs, argnums, argnames)
-        chosen = pick_arguments(args, kwargs, self.places)
+        if argnames is None and type(argnums) is int and 0 <= argnums < len(args):  # as by default
+            self.places, chosen = argnums, args[argnums]
+        else:
+            self.places = find_places(call, args, kwargs, argnums, argnames)
+            chosen = pick_arguments(args, kwargs, self.places)
         asked = chosen if isinstance(self.places, tuple) else (chosen,)
         super().__init__(call, chosen, asked, error)
 

@@ -47,11 +47,12 @@ from forall._core.levels import (
     is_recorded_on_value,
     levels_around_current,
     lift,
+    may_carry_tangents,
     run_outside,
     stack,
     top,
 )
-from forall._core.recompute import CreateForLevel, bind_original_context, may_carry_tangents
+from forall._core.recompute import CreateForLevel, bind_original_context
 from forall._random.key_scope import resume_draws
 from forall._vmap.active_set.merge import restrict_users_gradients
 from forall._vmap.active_set.restrict_args import restrict_args

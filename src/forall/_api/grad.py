@@ -23,7 +23,7 @@ from forall._api.typing import (
 )
 from forall._autodiff import reverse_mode
 from forall._compat import functorch_interop
-from forall._compat.tensor_subclass import unwrap_posed
+from forall._compat.tensor_subclass import posing, unwrap_posed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -237,10 +237,9 @@ def _grad_and_value(
                 value, aux = argument_checks.split_aux(call, value, "value")
             argument_checks.check_scalar_value(call, value, holomorphic)
             one = (torch.ones_like(unwrap_posed(value)),) if holomorphic else None
+            bare = unwrap_posed(value) if posing.used else value
             with reverse_mode.hide_ended_tangents():
-                gradients = reverse_mode.compute_gradients(
-                    (unwrap_posed(value),), one, variables, closes=run
-                )
+                gradients = reverse_mode.compute_gradients((bare,), one, variables, closes=run)
             if holomorphic:  # the conjugate of df/dz is torch's
                 gradients = [g.conj_physical() for g in gradients]
         found = pack_result(given.unflatten_results(gradients), value, aux)

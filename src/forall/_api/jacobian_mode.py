@@ -20,8 +20,7 @@ from forall._autodiff import reverse_mode
 from forall._compat.autograd_graph import iterate_nodes
 from forall._compat.dispatch_state import functions_off
 from forall._compat.storage import is_out_of_memory
-from forall._core.levels import top
-from forall._core.recompute import may_carry_tangents
+from forall._core.levels import may_carry_tangents, top
 
 if TYPE_CHECKING:
     from collections.abc import Callable

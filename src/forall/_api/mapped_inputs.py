@@ -66,9 +66,10 @@ def bind_named_dims(
 
 def check_inputs(
     call: TransformCall, args: tuple, kwargs: dict, in_dims: Any, named_dims: dict | None = None
-) -> tuple[list, Any, list, int]:
+) -> tuple[list, Any, list, int, tuple[tuple, dict]]:
     """Return leaves, tree, a dim per leaf (from the front; None for shared) and the batch size.
 
+    Last come args and kwargs, with collections in the place of modules that hold one.
     ``named_dims`` are for the keyword arguments, which are shared without it.
     """
     if not isinstance(in_dims, (int, tuple, list)):
@@ -83,41 +84,45 @@ def check_inputs(
             f"{call}: called without arguments.\n"
             "There is nothing to map over. Pass at least one tensor."
         )
-    leaves, spec = _flatten_args(args, kwargs)
     by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
-    dims = pytree.broadcast_prefix(by_position, spec.child(0))
-    rest = pytree.broadcast_prefix(named_dims, spec.child(1)) if kwargs else []
-    if dims is None or rest is None:
+    if not kwargs and _TENSOR.issuperset(map(type, args)):  # as in most calls
+        leaves, spec = [*args], _tree_of_leaves(len(args))
+        dims = by_position if type(by_position) is tuple else (by_position,) * len(args)
+        is_matched = len(dims) == len(args) and _DIMS.issuperset(map(type, dims))
+        dims = [*dims] if is_matched else pytree.broadcast_prefix(by_position, spec.child(0))
+    else:
+        args, kwargs = _unwrap_collections(args, kwargs, by_position, named_dims)
+        leaves, spec = flatten_without_escaped((args, kwargs))
+        dims = pytree.broadcast_prefix((by_position, named_dims if kwargs else None), spec)
+        dims = dims and tensordict.count_from_front(spec, dims)
+    if dims is None:
         raise _make_misfit_error(call, args, kwargs, in_dims, named_dims)
-    dims = tensordict.count_from_front(spec, dims + rest)
     sizes: list[int] = []  # a tracer's are not hashable
     with functions_off():
-        dims = [
-            None if d is None else _check_dim(call, i, leaf, d, args, kwargs, sizes)
-            for i, (leaf, d) in enumerate(zip(leaves, dims, strict=True))
-        ]
+        for i, d in enumerate(dims):
+            if d is not None:
+                dims[i] = _check_dim(call, i, leaves[i], d, args, kwargs, sizes)
     if not sizes:
         raise _make_unmapped_error(call, args, in_dims)
-    if len(sizes) > 1 and any(n != sizes[0] for n in sizes):
+    if sizes.count(sizes[0]) < len(sizes):
         raise _make_sizes_error(call, args, kwargs, leaves, dims)
     for i, (leaf, d) in enumerate(zip(leaves, dims, strict=True)):
         if d is not None and leaf.is_nested:
             if not sizes[0]:
                 raise _make_no_components_error(call, find_arg_paths(args, kwargs)[i], leaf)
             leaves[i] = NestedExamples.from_nested(leaf)
-    return leaves, spec, dims, sizes[0]
+    return leaves, spec, dims, sizes[0], (args, kwargs)
 
 
-def unwrap_collections(
-    args: tuple, kwargs: dict, in_dims: Any, named_dims: Any = None
+def _unwrap_collections(
+    args: tuple, kwargs: dict, in_dims: Any, named_dims: Any
 ) -> tuple[tuple, dict]:
     """Return args and kwargs with collections in the place of mapped modules that hold one."""
     wrapper = tensordict.find_params_class()
-    leaves, spec = _flatten_args(args, kwargs) if wrapper else ([], None)
+    leaves, spec = flatten_without_escaped((args, kwargs)) if wrapper else ([], None)
     if not any(isinstance(leaf, wrapper) for leaf in leaves):
         return args, kwargs
-    by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
-    dims = pytree.broadcast_prefix((by_position, named_dims), spec)
+    dims = pytree.broadcast_prefix((in_dims, named_dims), spec)
     if dims is None:
         return args, kwargs  # `check_inputs` raises the error
     is_mapped = [
@@ -127,14 +132,8 @@ def unwrap_collections(
     return pytree.unflatten([tensordict.get_collection(x) if m else x for x, m in pairs], spec)
 
 
-def _flatten_args(args: tuple, kwargs: dict) -> tuple[list, Any]:
-    """Return leaves and tree of ``(args, kwargs)``; most calls pass tensors and nothing else."""
-    for a in args:
-        if type(a) is not torch.Tensor:
-            return flatten_without_escaped((args, kwargs))
-    return (
-        flatten_without_escaped((args, kwargs)) if kwargs else ([*args], _tree_of_leaves(len(args)))
-    )
+_TENSOR = frozenset({torch.Tensor})
+_DIMS = frozenset({int, type(None)})
 
 
 @functools.lru_cache(maxsize=64)
@@ -285,17 +284,24 @@ def make_out_dims_error(call: TransformCall) -> ValueError:
 class OutDims:
     """The out_dims of a call: the place of the batch axis in each result."""
 
-    __slots__ = ("call", "out_dims")
+    __slots__ = ("_func", "_verb", "out_dims")
 
-    def __init__(self, call: TransformCall, out_dims: Any) -> None:
-        self.call = call
+    def __init__(self, verb: str, func: Callable, out_dims: Any) -> None:
+        self._verb, self._func = verb, func
         self.out_dims = out_dims
-        if not is_valid_out_dims(out_dims):
-            raise make_out_dims_error(call)
+        if type(out_dims) is not int and not is_valid_out_dims(out_dims):
+            raise make_out_dims_error(self.call)
+
+    @property
+    def call(self) -> TransformCall:
+        """The call, for error messages."""
+        return TransformCall(self._verb, self._func, out_dims=self.out_dims)
 
     def expand_to_leaves(self, spec: Any) -> list:
         """Return a place for every leaf of the result."""
         given = self.out_dims
+        if spec.type is None and type(given) is int:
+            return [given]
         if spec.type is None and type(given) is tuple and len(given) == 1:
             given = given[0]  # as torch.func has it: one place for one result
         found = pytree.broadcast_prefix(given, spec)
@@ -327,20 +333,20 @@ def make_nested_error(call: TransformCall, result: torch.Tensor) -> NotImplement
     )
 
 
-def keep_unmapped(call: TransformCall, result: torch.Tensor, level: Any) -> torch.Tensor:
+def keep_unmapped(places: OutDims, result: torch.Tensor, level: Any) -> torch.Tensor:
     """Return a result with out_dims None as it is, if it is the same for all examples."""
     if not (isinstance(result, BatchedTensor) and result.level is level):
         return result
     if result.axis is not None:
         raise ValueError(
-            f"{call}: out_dims is None for a result that differs between the examples.\n"
+            f"{places.call}: out_dims is None for a result that differs between the examples.\n"
             f"{format_columns([('result of one example', format_short(result))])}\n"
             "Give it an int: the place of the examples in the result."
         )
     return boundary.keep_shared(result)
 
 
-def pass_through(call: TransformCall, result: Any, level: Any) -> Any:
+def pass_through(places: OutDims, result: Any, level: Any) -> Any:
     """Return a result that is no tensor as it is, if no example's own tensor hides in it."""
     if result is None or isinstance(result, str):
         return result
@@ -348,15 +354,15 @@ def pass_through(call: TransformCall, result: Any, level: Any) -> Any:
     if held is None:
         return result
     raise _make_hidden_error(
-        call, type(result).__name__, held, argument_checks.suggest_registration(result)
+        places.call, type(result).__name__, held, argument_checks.suggest_registration(result)
     )
 
 
-def check_contexts(call: TransformCall, spec: Any) -> None:
+def check_contexts(places: OutDims, spec: Any) -> None:
     """Raise if the context of a container holds a number that differs between the examples."""
     for x in pytree.get_leaves(pytree.find_contexts(spec)):
         if type(x) is BatchedScalar:
-            raise _make_hidden_error(call, "the context of a container", x)
+            raise _make_hidden_error(places.call, "the context of a container", x)
 
 
 def _make_hidden_error(

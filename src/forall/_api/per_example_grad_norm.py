@@ -19,7 +19,7 @@ from forall._autodiff.grad_norms import ghost_norm
 from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import functions_off
 from forall._compat.tensor_subclass import unwrap_posed
-from forall._core.recompute import may_carry_tangents
+from forall._core.levels import may_carry_tangents
 
 if TYPE_CHECKING:
     from collections.abc import Callable

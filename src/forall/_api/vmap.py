@@ -31,20 +31,21 @@ from forall._compat import (
     trace_modes,
 )
 from forall._compat.dispatch_state import functions_off
+from forall._compat.private_api import count_dispatch_modes
 from forall._compat.tensor_subclass import is_of_users_class, restore_users_class, strip_users_class
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import find_users_instruction
 from forall._core.errors import CallOrigin, TransformCall
-from forall._core.levels import top
+from forall._core.levels import stack
+from forall._core.sparse_operands import COMPRESSED
 from forall._divergence.batched_scalar import BatchedScalar, number_to_tensor
-from forall._random.key_scope import enter_scope as drawing_in
+from forall._random.key_scope import enter_scope, scopes
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import BatchedTensor, replace_ended_args
 from forall._vmap.concretize_listeners import StepLimit, TracerListener, add_listeners
 from forall._vmap.dispatch import run_vmap_level
 from forall._vmap.mutation.mutation_log import get_memory_key
 from forall._vmap.randomness import CallRandomness
-from forall._vmap.sparse_stack import to_coordinates
 from forall._vmap.vmap_level import VmapLevel
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from forall._divergence.report import Report
     from forall._vmap.concretize_listeners import Listener
 
-_NOBODY = nullcontext()
+_NOTHING = nullcontext()
+_TENSOR = {torch.Tensor}
 
 
 def vmap(
@@ -212,20 +214,15 @@ class VmapSpec(NamedTuple):
                     randomness,
                     chunk_size=get_torch_chunk_size(chunk_size),
                 )(*args, **kwargs)
-        places = mapped_inputs.OutDims(TransformCall("vmap", func, out_dims=out_dims), out_dims)
-        args, kwargs = mapped_inputs.unwrap_collections(args, kwargs, *dims)
-        arguments = MappedArguments(
-            *mapped_inputs.check_inputs(call, args, kwargs, *dims), (args, kwargs), {}
-        )
-        for x in arguments.leaves:
-            if type(x) is not torch.Tensor and is_of_users_class(x):
-                arguments = arguments.strip_user_classes(call)
-                break
-        origin = CallOrigin(
-            call, find_users_instruction(), trace_modes.make_range(arguments.size), arguments.size
-        )
-        is_ragged = any(type(x) is NestedExamples for x in arguments.leaves)
-        told = options._replace(ragged=True) if is_ragged else options
+        places = mapped_inputs.OutDims("vmap", func, out_dims)
+        arguments = MappedArguments(*mapped_inputs.check_inputs(call, args, kwargs, *dims), {})
+        kinds = {*map(type, arguments.leaves)}
+        if kinds != _TENSOR and any(map(is_of_users_class, arguments.leaves)):
+            arguments = arguments.strip_user_classes(call)
+        size = arguments.size
+        numbers: Any = range(size) if type(size) is int else trace_modes.SymbolicRange(size)
+        origin = CallOrigin(call, find_users_instruction(), numbers, size)
+        told = options._replace(ragged=True) if NestedExamples in kinds else options
         whole = VmapCall(func, arguments, places, CallRandomness(randomness), origin, told)
         result = whole.run() if chunk_size is None else run_in_chunks(whole, chunk_size)
         if not whole.options.ragged:
@@ -246,7 +243,7 @@ class VmapOptions(NamedTuple):
     def listen_to_tests(self, func: Callable, level: VmapLevel) -> Any:
         """Return a context in which listeners are notified of tests on values."""
         listeners: list[Listener] = []
-        if trace_modes.is_tracer_on():
+        if count_dispatch_modes() and trace_modes.is_tracer_on():
             listeners.append(TracerListener(TransformCall("vmap", func)))
         if self.max_steps is not None:
             call = TransformCall("vmap", func, max_steps=self.max_steps)
@@ -255,7 +252,7 @@ class VmapOptions(NamedTuple):
         if self.report is not None:
             self.report.begin_run(level)
             listeners.append(self.report)
-        return add_listeners(listeners) if listeners else _NOBODY
+        return add_listeners(listeners) if listeners else _NOTHING
 
     def must_rerun(self, level: VmapLevel, error: BaseException | None) -> bool:
         """Return True if a run that ended with this error is to be run again, in groups."""
@@ -358,9 +355,11 @@ class VmapCall(NamedTuple):
 
     def run_once(self) -> tuple[list, Any]:
         """Run the function once; raise `Groups` if its examples diverge."""
-        level = VmapLevel(self.arguments.size, self.draws.flag, top())
+        level = VmapLevel(self.arguments.size, self.draws.flag, stack.top)
         level.origin = self.origin
         level.scope = self.draws.scope(level, self.origin.numbers)
+        drawing = _NOTHING if level.scope is scopes.running else enter_scope(level.scope)
+        listening = self.options.listen_to_tests(self.origin.call.func, level)
         level.parts = self.options.divergence == "split"
         arguments = self.arguments
         entered = list(arguments.leaves)
@@ -368,7 +367,9 @@ class VmapCall(NamedTuple):
             if dim is not None:
                 leaf = arguments.leaves[i]
                 level.mutation_log.arguments.append(leaf)
-                entered[i] = boundary.stack_to_example(to_coordinates(leaf), dim, level)
+                if leaf.layout in COMPRESSED:
+                    leaf = leaf.to_sparse()  # only coordinates have one tensor for all examples
+                entered[i] = boundary.stack_to_example(leaf, dim, level)
         examples = entered
         if arguments.looks:
             examples = [*entered]
@@ -378,16 +379,16 @@ class VmapCall(NamedTuple):
             Rollback(self, level),
             functorch_interop.run_eagerly(),
             run_vmap_level(level),
-            drawing_in(level.scope),
+            drawing,
+            listening,
         ):
-            with self.options.listen_to_tests(self.origin.call.func, level):
-                # Classes of the user's may look at examples where they are put together.
-                args, kwargs = arguments.unflatten(examples)
-                result = self.func(*args, **kwargs)
+            # Classes of the user's may look at examples where they are put together.
+            args, kwargs = arguments.unflatten(examples)
+            result = self.func(*args, **kwargs)
         _give_back_history(arguments, entered, level, self.origin)
         results, spec = pytree.flatten(result)
         if spec.type is not None:
-            mapped_inputs.check_contexts(self.places.call, spec)
+            mapped_inputs.check_contexts(self.places, spec)
         left = []
         seen: set[int] = set()
         places = self.places.expand_to_leaves(spec)
@@ -396,10 +397,12 @@ class VmapCall(NamedTuple):
                 r = number_to_tensor(r)
             elif isinstance(r, (int, float, complex)) and place is not None:
                 r = torch.tensor(r)
-            stack = _take_out_result(r, place, level, self.places.call, seen)
-            if self.options.ragged and place is not None and isinstance(stack, torch.Tensor):
-                stack = ragged.split_examples(stack, place)
-            left.append(stack)
+            result = _take_out_result(r, place, level, self.places, seen)
+            if self.options.ragged and place is not None and isinstance(result, torch.Tensor):
+                result = ragged.split_examples(result, place)
+            left.append(result)
+        if spec.type is None:
+            return left, spec
         return left, tensordict.make_batch_spec(spec, places, level.size)
 
 
@@ -415,12 +418,13 @@ def _give_back_history(
     arguments: MappedArguments, entered: list, level: VmapLevel, origin: CallOrigin
 ) -> None:
     """Give the caller's tensors the history of writes into their examples."""
+    changed = []
     with functions_off():
-        changed = [
-            leaf
-            for leaf, dim, example in zip(arguments.leaves, arguments.dims, entered, strict=True)
-            if dim is not None and boundary.hand_back_history(example, leaf, dim, level)
-        ]
+        for leaf, dim, example in zip(arguments.leaves, arguments.dims, entered, strict=True):
+            if dim is None or example.grad_fn is None:
+                continue
+            if boundary.hand_back_history(example, leaf, dim, level):
+                changed.append(leaf)
     for leaf in changed:
         twins = [x for x in arguments.leaves if isinstance(x, torch.Tensor)]
         if sum(get_memory_key(x) == get_memory_key(leaf) for x in twins) > 1:
@@ -428,14 +432,14 @@ def _give_back_history(
 
 
 def _take_out_result(
-    r: Any, place: int | None, level: VmapLevel, call: TransformCall, seen: set[int]
+    r: Any, place: int | None, level: VmapLevel, places: mapped_inputs.OutDims, seen: set[int]
 ) -> Any:
     if not isinstance(r, torch.Tensor):
-        return mapped_inputs.pass_through(call, r, level)
+        return mapped_inputs.pass_through(places, r, level)
     with functions_off():  # who asks a value of an ended level has what is left of it made
         is_nested = r.is_nested
     if is_nested:
-        raise mapped_inputs.make_nested_error(call, r)
+        raise mapped_inputs.make_nested_error(places.call, r)
     known = r
     if type(r) is not BatchedTensor and is_of_users_class(r):
         r = strip_users_class(r)
@@ -443,16 +447,16 @@ def _take_out_result(
         if r.level.root is level:
             r = r.level.complete_gradient_for(r, level)  # a derivative of some of the examples
         elif place is not None:
-            ((r,), _) = replace_ended_args(f"the result of {call}", (r,), {})
+            ((r,), _) = replace_ended_args(f"the result of {places.call}", (r,), {})
     if place is None:
-        return restore_users_class(mapped_inputs.keep_unmapped(call, r, level), known)
+        return restore_users_class(mapped_inputs.keep_unmapped(places, r, level), known)
     with functions_off():
         rank = r.dim() + 1
     if not -rank <= place < rank:
-        raise mapped_inputs.make_out_dim_error(call, r, place)
-    stack = boundary.example_to_stack(r, place % rank, level)
+        raise mapped_inputs.make_out_dim_error(places.call, r, place)
+    made = boundary.example_to_stack(r, place % rank, level)
     memory = id(getattr(r, "family", None) or r)
     if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both
-        stack = stack.clone()
+        made = made.clone()
     seen.add(memory)
-    return stack if known is r else stack_by_class(known, stack, place % rank, level)
+    return made if known is r else stack_by_class(known, made, place % rank, level)

@@ -20,7 +20,7 @@ from forall._compat.wrapper_tensor import Wrapper
 
 aten = torch.ops.aten
 
-_DECOMPOSITIONS = frozenset({aten.linalg_eig.default, aten._linalg_eigh.default})
+DECOMPOSITIONS = frozenset({aten.linalg_eig.default, aten._linalg_eigh.default})
 _DEPENDS = (
     "The eigenvectors in the complex case are specified up to multiplication by e^{i phi}. The "
     "specified loss function depends on this quantity, so it is ill-defined."
@@ -29,7 +29,7 @@ _DEPENDS = (
 
 def may_have_phases() -> bool:
     """True if any level or recorder has run an eigendecomposition, so that graphs may have one."""
-    return not _DECOMPOSITIONS.isdisjoint(met)
+    return not DECOMPOSITIONS.isdisjoint(met)
 
 
 PHASES = {

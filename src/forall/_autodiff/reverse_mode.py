@@ -5,6 +5,7 @@ Hooks on the graph's nodes make its second derivatives right where torch's are n
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
@@ -14,7 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from forall._autodiff.node_formulas import NODES
 from forall._autodiff.once_differentiable import OnceDifferentiableHook, is_once_differentiable_node
-from forall._autodiff.phase_errors import PHASES, PhaseCheckHook, may_have_phases
+from forall._autodiff.phase_errors import (
+    DECOMPOSITIONS,
+    PHASES,
+    PhaseCheckHook,
+    may_have_phases,
+)
 from forall._compat import inference_mode, pytree
 from forall._compat.autograd_graph import WRITTEN, iterate_nodes
 from forall._compat.dispatch_state import (
@@ -30,6 +36,7 @@ from forall._compat.dispatch_state import (
     set_forward_enabled,
     set_grad_enabled,
 )
+from forall._compat.op_schema import met as operators_met
 from forall._compat.private_api import SET_HOOKS, pop_functions, push_functions
 from forall._compat.tensor_subclass import (
     can_be_posed,
@@ -44,10 +51,9 @@ from forall._core.levels import (
     graph_free,
     has_any_tangent,
     lift,
+    may_carry_tangents,
     stack,
-    top,
 )
-from forall._core.recompute import may_carry_tangents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -94,7 +100,8 @@ class record_autograd(VariableScope):
     def __enter__(self) -> Self:
         super().__enter__()
         stack.reversing += 1
-        self.left = inference_mode.leave_inference_mode()
+        is_inference = torch.is_inference_mode_enabled()
+        self.left = inference_mode.leave_inference_mode() if is_inference else None
         self.was = torch.is_grad_enabled()
         if not self.was:
             self._set(True)
@@ -104,7 +111,8 @@ class record_autograd(VariableScope):
         stack.reversing -= 1
         if torch.is_grad_enabled() is not self.was:
             self._set(self.was)
-        inference_mode.reenter_inference_mode(self.left)
+        if self.left is not None:
+            inference_mode.reenter_inference_mode(self.left)
         super().__exit__()
 
     def _set(self, on: bool) -> None:
@@ -119,9 +127,12 @@ def make_variable(x: torch.Tensor) -> torch.Tensor:
     derivative over the examples.
     """
     with functions_off():
-        x = inference_mode.copy_if_inference(lift(unwrap_posed(x) if posing.used else x, top()))
+        x = lift(unwrap_posed(x) if posing.used else x, stack.top)
+        if x.is_inference():
+            x = x.clone()
         kind = type(x)
-        keeps_class = kind is not torch.Tensor and can_be_posed(kind)
+        is_plain = kind is torch.Tensor or isinstance(x, Wrapper)
+        keeps_class = not is_plain and can_be_posed(kind)
         if x.requires_grad:
             return convert_to_class(x.view_as(x), kind) if keeps_class else x.view_as(x)
         return make_leaf(convert_to_class(_make_alias(x), kind) if keeps_class else _make_alias(x))
@@ -146,7 +157,7 @@ def restore_classes(variables: list, given: list) -> list:
 def _make_alias(x: torch.Tensor) -> torch.Tensor:
     """Return an alias without history, but with the tangent of the user's own forward mode."""
     fresh = graph_free(x)
-    tangent = get_users_tangent(x)
+    tangent = get_users_tangent(x) if forward_ad._current_level >= 0 else None
     if fresh is x:
         fresh = x.detach()
     elif not isinstance(x, Wrapper):
@@ -154,12 +165,42 @@ def _make_alias(x: torch.Tensor) -> torch.Tensor:
     return fresh if tangent is None else forward_ad.make_dual(fresh, tangent)
 
 
-def leads_outside(tensors: Iterable[torch.Tensor], run: VariableScope) -> bool:
-    """True if the graphs of ``tensors`` reach a leaf other than a variable of ``run``."""
+def leads_outside(
+    tensors: Iterable[torch.Tensor], run: VariableScope, *, or_to_custom: bool = False
+) -> bool:
+    """True if the graphs of ``tensors`` reach a leaf other than a variable of ``run``.
+
+    With ``or_to_custom`` also if they reach a custom Function's node, but for forall's own that do
+    the same in any grad mode.
+    """
+    todo: list[Any] = []
     for t in tensors:
-        if t.requires_grad and t.grad_fn is None and not run.has(t):
+        node = t.grad_fn
+        if node is not None:
+            todo.append(node)
+        elif t.requires_grad and not run.has(t):
             return True
-    return any(_is_outside(n, run) for n in iterate_nodes(tensors))
+    seen = {None, *todo}
+    while todo:  # as `iterate_nodes`, which takes longer: this walk is a part of each gradient
+        node = todo.pop()
+        kind = type(node)
+        if kind is ACCUMULATE:
+            if not run.has(node.variable):
+                return True
+        elif kind is MIRRORED or (
+            or_to_custom and isinstance(node, WRITTEN) and _may_read_grad_mode(node)
+        ):
+            return True
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return False
+
+
+def _may_read_grad_mode(node: Any) -> bool:
+    """True for a custom Function's node, but for forall's own that do the same in any grad mode."""
+    return not getattr(node._forward_cls, "does_the_same", False)
 
 
 def _is_outside(node: Any, run: VariableScope) -> bool:
@@ -199,19 +240,12 @@ def can_skip_graph(outputs: tuple[torch.Tensor, ...], run: VariableScope) -> boo
     if in_torch_func() or may_carry_tangents():
         return False
     with functions_off():
-        for n in iterate_nodes(outputs):
-            if isinstance(n, WRITTEN):
-                if not getattr(n._forward_cls, "does_the_same", False):
-                    return False
-            elif _is_outside(n, run):
-                return False
-        return True
+        return not leads_outside(outputs, run, or_to_custom=True)
 
 
 def make_variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return fresh variables for floating-point and complex tensors."""
-    with functions_off():
-        return [make_variable(x) for x in tensors]
+    return [*map(make_variable, tensors)]
 
 
 def compute_gradients(
@@ -229,7 +263,8 @@ def compute_gradients(
     that run's graph.
     """
     if cotangents is None:
-        cotangents = tuple(make_ones(y) for y in outputs)
+        cotangents = (*map(make_ones, outputs),)
+    found: list[Any]
     if closes is not None and create_graph and retain_graph and can_skip_graph(outputs, closes):
         try:
             with _HookCheckMode(closes):
@@ -239,7 +274,10 @@ def compute_gradients(
     else:
         how = {"retain_graph": retain_graph, "create_graph": create_graph}
         found = pull_back(outputs, cotangents, inputs, **how)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    for i, g in enumerate(found):
+        if g is None:
+            found[i] = torch.zeros_like(inputs[i])
+    return found
 
 
 class _HistoryUsed(BaseException):
@@ -283,7 +321,7 @@ _NO_HISTORY = frozenset(
 
 def make_ones(y: torch.Tensor) -> torch.Tensor:
     """Return ``ones_like(y)``, by the shortest way: it depends on y's metadata alone."""
-    if isinstance(y, Wrapper) and y.level is top():
+    if isinstance(y, Wrapper) and y.level is stack.top:
         with functions_off():
             return y.level.apply_to_inner([y], torch.ones_like)
     return torch.ones_like(y)
@@ -301,7 +339,7 @@ def pull_back(
     found = pull_back_incomplete(
         outputs, cotangents, inputs, retain_graph=retain_graph, create_graph=create_graph
     )
-    return [complete_gradient(g) for g in found]
+    return [*map(complete_gradient, found)] if stack.ever_parted else [*found]
 
 
 def pull_back_incomplete(
@@ -317,19 +355,18 @@ def pull_back_incomplete(
     If examples have diverged, a gradient may be one of some examples only.
     """
     with functions_off():
-        live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
-        if not live or not inputs:
+        ys, given = [], []
+        for y, c in zip(outputs, cotangents, strict=True):
+            if y.requires_grad:
+                ys.append(y)
+                given.append(c)
+        if not ys or not inputs:
             return (None,) * len(inputs)
-        ys = tuple(y for y, _ in live)
-        hooks = hook_backward_nodes(ys, create_graph)
+        has_hooks = create_graph or not DECOMPOSITIONS.isdisjoint(operators_met)
+        hooks = hook_backward_nodes(ys, create_graph) if has_hooks else nullcontext()
+    ends = tuple(ys), tuple(given), tuple(inputs)
     with hooks:
-        return run_backward(
-            ys,
-            tuple(c for _, c in live),
-            tuple(inputs),
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-        )
+        return run_backward(*ends, retain_graph=retain_graph, create_graph=create_graph)
 
 
 class hide_ended_tangents:
@@ -342,7 +379,7 @@ class hide_ended_tangents:
 
     def __enter__(self) -> None:
         self.was = is_forward_enabled()
-        if not has_users_tangents():
+        if forward_ad._current_level < 0 or not has_users_tangents():
             set_forward_enabled(False)
 
     def __exit__(self, *_: object) -> None:
@@ -357,14 +394,15 @@ def detach_from_run(results: Any, run: VariableScope, outer_grad: bool) -> Any:
     if not run.made:  # each variable is a view of one from outside
         return results
     with functions_off():
-        found = [t for t in pytree.get_leaves(results) if isinstance(t, torch.Tensor)]
-        bares = [*map(unwrap_posed, found)] if posing.used else found
-        recorded = [b for b in bares if b.requires_grad]
+        recorded: list[tuple[Any, torch.Tensor]] = []
+        for t in pytree.get_leaves(results):
+            bare = unwrap_posed(t) if posing.used else t
+            if isinstance(t, torch.Tensor) and bare.requires_grad:
+                recorded.append((t, bare))
         if not recorded:
             return results
-        freed = {*map(id, select_enclosed(recorded, run))}
-        if posing.used:
-            freed = {id(t) for t, b in zip(found, bares, strict=True) if id(b) in freed}
+        enclosed = {*map(id, select_enclosed([bare for _, bare in recorded], run))}
+        freed = {id(t) for t, bare in recorded if id(bare) in enclosed}
         return pytree.map_tensors(
             lambda t: restore_users_class(_make_alias(unwrap_posed(t)), t) if id(t) in freed else t,
             results,
@@ -394,8 +432,6 @@ class hook_backward_nodes:
     def __init__(self, outputs: Iterable[torch.Tensor], create_graph: bool) -> None:
         self.handles = []
         asks = may_have_phases()
-        if not create_graph and not asks:
-            return
         for node in iterate_nodes(outputs):
             name = type(node).__name__
             if asks and name in PHASES:

@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
 from forall._compat import exception_safety, inference_mode
-from forall._compat.device_threads import one_thread
+from forall._compat.device_threads import has_device_threads, one_thread
 from forall._compat.exception_safety import contextmanager
 from forall._compat.private_api import count_dispatch_modes
 from forall._compat.trace_modes import hide_own_tensors, suspend_own_modes
@@ -274,7 +274,7 @@ def _called_by(wanted: Callable[[Any], bool]) -> bool:
 
 
 def is_mode_on(mode: object) -> bool:
-    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(count_dispatch_modes()))
+    return mode in map(torch._C._get_dispatch_stack_at, range(count_dispatch_modes()))
 
 
 # As in a handler: autograd neither records nor counts versions.
@@ -323,7 +323,7 @@ def run_backward(
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """Run torch.autograd.grad without its argument checks and its trip through function modes."""
-    with one_thread():
+    with one_thread() if has_device_threads() else nullcontext():
         return torch.autograd.Variable._execution_engine.run_backward(
             outputs,
             cotangents,
@@ -367,13 +367,13 @@ def get_accumulating_leaf() -> torch.Tensor | None:
 in_torch_func = torch._C._are_functorch_transforms_active
 
 
-_is_legacy = torch._C._functorch.is_legacy_batchedtensor
-_is_functorchs = torch._C._functorch.is_functorch_wrapped_tensor
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+is_torch_func_value = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Return True for a wrapper of torch's own transforms: torch.func's or autograd's vmap."""
-    return _is_functorchs(tensor) or _is_legacy(tensor)
+    return is_torch_func_value(tensor) or is_legacy_batched(tensor)
 
 
 class outside_torch_func:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _METHODS = ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize_backward")
 
 
@@ -29,12 +29,12 @@ _state = _PatchState()
 
 def needs_patch() -> bool:
     """True if FSDP2 has been imported, and still runs its bookkeeping under levels."""
-    return _MODULE in sys.modules and not _state.is_patched
+    return MODULE in sys.modules and not _state.is_patched
 
 
 def patch(hidden: Callable[[], AbstractContextManager[None]]) -> None:
     """Run FSDP2's bookkeeping within ``hidden()`` from now on."""
-    group = sys.modules[_MODULE].FSDPParamGroup
+    group = sys.modules[MODULE].FSDPParamGroup
     for name in _METHODS:
         setattr(group, name, _hide(getattr(group, name), hidden))
     _state.is_patched = True

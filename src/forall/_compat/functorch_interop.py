@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.func
+from torch.autograd import forward_ad
 
 from forall._compat import exception_safety
 from forall._compat.dispatch_state import in_torch_func, is_dynamo_loaded, refuse_inside_linearize
@@ -32,7 +33,8 @@ def must_hand_over() -> bool:
         return _is_in_torch_func()
     if in_torch_func():
         return True
-    refuse_inside_linearize()
+    if forward_ad._current_level >= 0:
+        refuse_inside_linearize()
     return False
 
 
@@ -106,7 +108,7 @@ class run_eagerly:
         _eager.depth += 1
         self.callback = None
         self.counted = 0
-        if is_dynamo_loaded():
+        if "torch._dynamo" in sys.modules and is_dynamo_loaded():
             compiler = sys.modules["torch._dynamo.eval_frame"]
             self.callback = compiler.set_eval_frame(None)
             if _eager.depth == 1:
@@ -128,7 +130,7 @@ class run_eagerly:
 
 def is_dynamo_listening() -> bool:
     """Return True if Dynamo would compile the next Python function that is called."""
-    return is_dynamo_loaded() and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def exclude_from_dynamo(func: Callable) -> Callable:
@@ -160,7 +162,7 @@ def push_mode_for_compiler(mode: DispatchMode) -> bool:
 
     Return True if the mode was entered so.
     """
-    tells = is_dynamo_loaded() and not is_running_transform()
+    tells = _eager.depth == 0 and is_dynamo_loaded()
     if tells:
         mode.__enter__()
     else:

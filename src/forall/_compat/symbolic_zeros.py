@@ -42,9 +42,19 @@ def make_plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
     with functions_off(), no_dispatch() if single else hide_own_tensors():
         zeros: Any = torch.zeros(*args, **kwargs)
         zeros.never_moves = not zeros.is_inference()
+        marking.used = True
         for told in aside.told:
             told(zeros)
         return zeros
+
+
+class _Marking:
+    """A flag: True once zeros were marked, as forward mode and exports do."""
+
+    used = False
+
+
+marking = _Marking()
 
 
 def simplify_linear(func: Any, args: tuple, kwargs: dict) -> Any:

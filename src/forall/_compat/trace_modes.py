@@ -7,7 +7,7 @@ has no answer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,9 +19,6 @@ from forall._compat.private_api import (
     pop_mode,
     push_mode,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _mode = torch._C._get_dispatch_stack_at
 _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
@@ -82,11 +79,6 @@ class SymbolicRange:
 
     def __getitem__(self, i: Any) -> Any:
         return range(self.size)[i]
-
-
-def make_range(size: Any) -> Sequence[int]:
-    """Return ``range(size)``; a symbolic size of a tracer stays symbolic."""
-    return range(size) if type(size) is int else cast("Sequence[int]", SymbolicRange(size))
 
 
 def is_pre_dispatch_tracing() -> bool:

@@ -13,6 +13,7 @@ NOTE [inside and outside]
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from itertools import count
 from types import NoneType
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
+from torch.autograd import forward_ad
 
 from forall._compat import exception_safety, fsdp
 from forall._compat.dispatch_state import (
     functions_are_off,
     functions_off,
+    has_users_tangents,
     in_torch_func,
     is_functorch_wrapped,
     is_mode_on,
@@ -232,7 +235,7 @@ class activate_level:
         self.level = level
 
     def __enter__(self) -> Level:
-        if fsdp.needs_patch():
+        if fsdp.MODULE in sys.modules and fsdp.needs_patch():
             fsdp.patch(run_outside_all)
         # Autocast would keep casts that are values of the level, and use them when it has ended.
         self.caches = torch.is_autocast_cache_enabled()
@@ -371,7 +374,8 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
             if type(tensor) is Jagged:
                 lifted = replace_rows(tensor, lift(tensor.values(), level))
             else:
-                lifted = level.lift_one_level(lift(tensor, level.born_in))
+                below = tensor if level.born_in is None else lift(tensor, level.born_in)
+                lifted = level.lift_one_level(below)
         if (
             not level.active  # after its end nothing clears the cache
             or lifted.requires_grad != tensor.requires_grad  # under no_grad it would stay cut
@@ -469,6 +473,16 @@ def has_any_tangent(tensor: torch.Tensor) -> bool:
             return True
         tensor = tensor.value
     return False
+
+
+def may_carry_tangents() -> bool:
+    """True if forward-mode differentiation is active around the running code."""
+    level = stack.top
+    while level is not None:
+        if level.records_on_value:
+            return True
+        level = level.parent
+    return forward_ad._current_level >= 0 and has_users_tangents()
 
 
 def apply_at_level(level: Level | None, h: Function, args: tuple) -> tuple:

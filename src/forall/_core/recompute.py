@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from forall._compat import pytree
-from forall._compat.dispatch_state import functions_off, has_users_tangents, is_in_backward
+from forall._compat.dispatch_state import functions_off, is_in_backward
 from forall._compat.exception_safety import contextmanager
 from forall._compat.lazy_bits import keep_lazy_zeros
 from forall._compat.op_schema import get_facts
@@ -82,16 +82,6 @@ class _ActingSubLevels:
         stack.again -= 1
         for root, level in self.was:
             set_acting_level(root, level)
-
-
-def may_carry_tangents() -> bool:
-    """True if forward-mode differentiation is active around the running code."""
-    level = top()
-    while level is not None:
-        if level.records_on_value:
-            return True
-        level = level.parent
-    return has_users_tangents()
 
 
 def find_level_entered_since(level: Level | None) -> Level | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.autograd.graph import increment_version
 
+from forall._compat.dispatch_state import functions_off
 from forall._compat.private_api import get_version
 from forall._compat.wrapper_tensor import Wrapper
 
@@ -28,7 +29,8 @@ class VersionCount:
     def __init__(self, tensor: torch.Tensor) -> None:
         # Tensors held by autograd's nodes must keep no history alive: a cycle is never freed.
         self.of = weakref.ref(tensor) if isinstance(tensor, Wrapper) else lambda: tensor
-        self.number = get_version(tensor)
+        with functions_off():  # as `get_version` does; this is called for each argument
+            self.number = -1 if tensor.is_inference() else tensor._version
 
     def current_version(self) -> int:
         tensor = self.of()

@@ -76,15 +76,10 @@ class RandomScope:
 
 
 class _ScopeState(exception_safety.RestoredState):
-    running: RandomScope | None = None
+    running: RandomScope | None = None  # the innermost scope of this thread
 
 
-_state = _ScopeState.make_instance()
-
-
-def find_running_scope() -> RandomScope | None:
-    """Return the innermost scope of this thread."""
-    return _state.running
+scopes = _ScopeState.make_instance()
 
 
 class enter_scope:
@@ -96,11 +91,11 @@ class enter_scope:
         self.scope = scope
 
     def __enter__(self) -> None:
-        self.previous = _state.running
-        _state.running = self.scope
+        self.previous = scopes.running
+        scopes.running = self.scope
 
     def __exit__(self, *_: object) -> None:
-        _state.running = self.previous
+        scopes.running = self.previous
 
 
 class _DrawMode(DispatchMode):
@@ -110,7 +105,7 @@ class _DrawMode(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        scope = _state.running
+        scope = scopes.running
         if scope is None or not get_facts(func).seeded:
             return func(*args, **kwargs)
         with functions_off():
@@ -187,7 +182,7 @@ def next_key() -> torch.Tensor:
         >>> torch.equal(k, forall.random.fold_in(forall.random.key(0), 0))
         True
     """
-    found = _state.running
+    found = scopes.running
     if found is None:
         rows = [("running", "no scope"), ("needed", "scope(key), or vmap(f, randomness=key)")]
         raise RuntimeError(
@@ -199,7 +194,7 @@ def next_key() -> torch.Tensor:
 
 def make_count_reset() -> Callable[[], None]:
     """Return a function that resets the count to its present value, for a run that is given up."""
-    scope = _state.running
+    scope = scopes.running
     if scope is None:
         return lambda: None
     count = scope.count
@@ -233,7 +228,7 @@ class _ResumedScope:
 
 def resume_draws(function: Callable) -> Callable:
     """Wrap ``function`` so that any later call draws the same numbers as a call now."""
-    scope = _state.running
+    scope = scopes.running
     count = 0 if scope is None else scope.count
 
     def run_resumed(*args: Any, **kwargs: Any) -> Any:

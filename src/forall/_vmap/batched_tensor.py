@@ -30,6 +30,7 @@ from forall._compat.wrapper_tensor import (
     READS,
     Wrapper,
     copy_metadata,
+    make_wrapper,
     make_wrapper_for,
 )
 from forall._compat.wrapper_tensor import get_strides as strides_of
@@ -126,7 +127,8 @@ class BatchedTensor(Wrapper):
     def graph_free(self) -> BatchedTensor:
         if self.family is None and self.is_external:
             twin = wrap_existing(self.value, self.axis, self.level)
-            twin.is_external, twin.source_version = True, self.source_version
+            own: Any = twin.__dict__
+            own["is_external"], own["source_version"] = True, self.source_version
             return twin
         return derive_view(self, self.value, self.axis, alias_call)
 
@@ -237,14 +239,21 @@ def replace_ended_args(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dic
 
 def wrap_stack(value: torch.Tensor, axis: int | None, level: Level) -> BatchedTensor:
     """A new tensor of ``level``, with its value's strides so that autograd's views fit."""
-    shape, strides = value.shape, strides_of(value)
+    shape, is_plain = value.shape, type(value) is torch.Tensor and value.layout is torch.strided
+    strides = value.stride() if is_plain else strides_of(value)
     if axis is not None:
         if axis == 0:
             shape, strides = shape[1:], strides[1:]
         else:
             shape = shape[:axis] + shape[axis + 1 :]
             strides = strides[:axis] + strides[axis + 1 :]
-    b = make_wrapper_for(BatchedTensor, value, shape, strides)
+    if torch.is_inference_mode_enabled():
+        b = make_wrapper_for(BatchedTensor, value, shape, strides)
+    else:  # this is called for each operator
+        b = make_wrapper(
+            *(BatchedTensor, shape, strides, value.storage_offset(), None),
+            *(value.dtype, value.layout, value.device),
+        )
     own: Any = b.__dict__
     own["value"], own["axis"], own["level"] = value, axis, level
     return b
@@ -253,7 +262,8 @@ def wrap_stack(value: torch.Tensor, axis: int | None, level: Level) -> BatchedTe
 def wrap_existing(value: torch.Tensor, axis: int | None, level: Level) -> BatchedTensor:
     """A tensor of ``level`` over an existing value, with that value's lazy conj and neg bits."""
     b = wrap_stack(value, axis, level)
-    copy_lazy_bits(b, value)
+    if value.is_neg() or value.is_conj():
+        copy_lazy_bits(b, value)
     return b
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from forall._compat.dispatch_state import (
     apply_own_function,
@@ -19,6 +20,8 @@ from forall._compat.dispatch_state import (
     has_users_tangents,
     is_accumulating,
     is_functorch_wrapped,
+    is_legacy_batched,
+    is_torch_func_value,
     make_plain_alias,
 )
 from forall._compat.op_schema import get_facts
@@ -83,7 +86,7 @@ def check_all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> No
 def needs_boundary_node(tensor: torch.Tensor) -> bool:
     """True if autograd must record that this tensor crosses."""
     return (tensor.requires_grad and torch.is_grad_enabled()) or (
-        has_users_tangents() and has_tangent(tensor)
+        forward_ad._current_level >= 0 and has_users_tangents() and has_tangent(tensor)
     )
 
 
@@ -92,13 +95,9 @@ def _is_plain_stack(stack: torch.Tensor) -> bool:
     return (
         type(stack) is torch.Tensor
         and not (stack.requires_grad or stack.is_complex() or stack.is_neg())
-        and not (has_users_tangents() or is_functorch_wrapped(stack))
+        and not (is_torch_func_value(stack) or is_legacy_batched(stack))
+        and not (forward_ad._current_level >= 0 and has_users_tangents())
     )
-
-
-def _is_plain_value(example: torch.Tensor, level: VmapLevel) -> bool:
-    """True if ``example`` is a value of ``level`` without history."""
-    return type(example) is BatchedTensor and example.level is level and not example.requires_grad
 
 
 def stack_to_example(
@@ -129,15 +128,14 @@ def example_to_stack(
 ) -> torch.Tensor:
     """One example of ``level`` as a stack just outside it, examples at ``axis``."""
     with functions_off():
+        is_own = type(example) is BatchedTensor and example.level is level
+        if is_own and not (worn or example.requires_grad) and _is_plain_stack(example.value):
+            return _unwrap_leaving(example, axis, level)
         if is_pullback_value(example, level):
             value, at, n = unwrap_on_exit(example, axis)
             return wrap_stack(example_to_stack(value, at, level, worn), n, example.level)
         if type(example) is BatchedTensor and example.level is not level:
             example = example.level.complete_gradient_for(example, level)
-        if not worn and _is_plain_value(example, level) and _is_plain_stack(example.value):
-            if example.axis is not None:
-                return _take_stack(example, example.value, axis)
-            return _unwrap_leaving(example, axis, level)
         refuse_torch_transforms(example)
         crosses = needs_boundary_node(example)
         if crosses:  # by `Broadcast` first, if it is a captured tensor
@@ -228,14 +226,9 @@ def _unwrap_leaving(example: torch.Tensor, axis: int, level: VmapLevel) -> torch
             .expand(*value.shape[:axis], level.size, *value.shape[axis:])
             .clone(memory_format=torch.contiguous_format)
         )
-    return _take_stack(example, value, axis)
-
-
-def _take_stack(example: BatchedTensor, value: torch.Tensor, axis: int) -> torch.Tensor:
-    """The stack of a mapped value; a copy if it was there before the call."""
     if example.is_external:
         value = value.clone()
-    return value if example.axis == axis else value.movedim(example.axis, axis)
+    return value if now == axis else value.movedim(now, axis)
 
 
 class Unstack(torch.autograd.Function):

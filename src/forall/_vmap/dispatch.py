@@ -30,7 +30,7 @@ from forall._compat.lazy_bits import call_with_lazy_bits, copy_lazy_bits, set_la
 from forall._compat.op_schema import find_written_tensors, get_facts
 from forall._compat.private_api import pop_functions, push_functions
 from forall._compat.storage import is_saving_storage
-from forall._compat.symbolic_zeros import LINEAR, simplify_linear
+from forall._compat.symbolic_zeros import LINEAR, marking, simplify_linear
 from forall._compat.tensor_subclass import (
     has_posed_class,
     is_posed,
@@ -156,7 +156,7 @@ class Operations(VmapLevel):
 
     def _rewrap_scope(self, again: VmapLevel) -> key_scope.RandomScope | None:
         """The random scope of this level's examples, as those of another level."""
-        scope = key_scope.find_running_scope() if self.active else self.scope
+        scope = key_scope.scopes.running if self.active else self.scope
         if scope is None or not (type(scope.key) is BatchedTensor and scope.key.level is self):
             return scope
         key = scope.key
@@ -299,7 +299,8 @@ class Operations(VmapLevel):
         if func is _DETACH and not is_excluded(AUTOGRAD):
             self.met.clear()
             return alias_for_autograd(args[0])
-        if func in LINEAR and (known := simplify_linear(func, args, kwargs)) is not None:
+        is_linear = marking.used and func in LINEAR
+        if is_linear and (known := simplify_linear(func, args, kwargs)) is not None:
             if isinstance(known, _Tensor):
                 self.met.clear()
                 return wrap_stack(known, None, self)

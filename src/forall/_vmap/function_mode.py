@@ -146,14 +146,25 @@ class VmapFunctionMode(TorchFunctionMode):
             and view_copies.view_copies.seen != write_counts.times
         ):
             view_copies.sync_aliases()  # writes by calls that nobody saw
-        out = answer_call(func, args, kwargs, stack.top)
-        if out is not None:
-            return out
-        if has_escaped_values(args, kwargs):
+        level, records = stack.top, torch.is_grad_enabled()
+        recorded = False
+        is_usual = not kwargs  # its operands are values of the active level, and numbers
+        for a in args:
+            if type(a) is BatchedTensor and a.level is level:
+                recorded = recorded or (records and a.requires_grad)
+            elif type(a) not in _NUMBERS:
+                is_usual = False
+                break
+        if not recorded:
+            out = answer_call(func, args, kwargs, level)
+            if out is not None:
+                return out
+        if not is_usual and has_escaped_values(args, kwargs):
             args, kwargs = replace_escaped_args(args, kwargs or {})
         if (
-            (torch.is_grad_enabled() or has_users_tangents())
-            and _may_need_sharing(args, kwargs, stack.top)
+            not is_usual
+            and (records or has_users_tangents())
+            and _may_need_sharing(args, kwargs, level)
             and func not in ITSELF
         ):
             early = _UNSHARED.get(func)

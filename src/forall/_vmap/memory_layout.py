@@ -24,11 +24,10 @@ Tensor = torch.Tensor
 
 def is_axis_inside(value: Tensor, axis: int) -> bool:
     """True if the batch axis lies within another dim, in memory."""
-    strides = value.stride()
-    return any(
-        s >= strides[axis] and n > 1 and d != axis
-        for d, (s, n) in enumerate(zip(strides, value.shape, strict=True))
-    )
+    strides, shape = value.stride(), value.shape
+    step = strides[axis]
+    around = [d for d, s in enumerate(strides) if s >= step and shape[d] > 1 and d != axis]
+    return bool(around)
 
 
 def is_layout_open(out: Any, values: list) -> bool:

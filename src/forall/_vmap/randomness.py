@@ -30,7 +30,7 @@ class CallRandomness:
     __slots__ = ("_count", "_key", "_outer", "flag")
 
     def __init__(self, randomness: str | torch.Tensor) -> None:
-        self._outer = key_scope.find_running_scope()
+        self._outer = key_scope.scopes.running
         self._key: Callable[[], torch.Tensor] | None = None
         self.flag = "error"
         if isinstance(randomness, torch.Tensor):
@@ -86,8 +86,4 @@ def _take_next_draw(
 
 def get_direction_flag(randomness: str) -> str:
     """The flag of a `vmap` over directions, all of which see the same draws."""
-    return (
-        "same"
-        if randomness == "error" and key_scope.find_running_scope() is not None
-        else randomness
-    )
+    return "same" if randomness == "error" and key_scope.scopes.running is not None else randomness

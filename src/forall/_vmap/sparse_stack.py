@@ -14,7 +14,7 @@ from forall._compat import pytree
 from forall._compat.op_schema import get_facts
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.errors import warn_slow_path
-from forall._core.sparse_operands import COMPRESSED, alias_constant, is_sparse
+from forall._core.sparse_operands import alias_constant, is_sparse
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.rule_makers import basic
 
@@ -26,11 +26,6 @@ def can_stay_unwrapped(out: Any, args: tuple) -> bool:
     return is_sparse(out) and not any(
         type(a) is BatchedTensor and a.requires_grad and torch.is_grad_enabled() for a in args
     )
-
-
-def to_coordinates(stack: torch.Tensor) -> torch.Tensor:
-    """Convert compressed rows to coordinates: only these have one tensor for all examples."""
-    return stack.to_sparse() if stack.layout in COMPRESSED else stack
 
 
 def can_run_per_example(func: Any, args: tuple, kwargs: dict) -> bool:

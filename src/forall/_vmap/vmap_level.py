@@ -45,9 +45,7 @@ class VmapLevel(Level, DispatchMode):
         self.records_values = self.records_on_value = records_values
         self.shares = not records_values
         self.outer_grad = torch.is_grad_enabled()
-        self.scope = (
-            key_scope.find_running_scope()
-        )  # vmap gives each of its examples one of its own
+        self.scope = key_scope.scopes.running  # vmap gives each of its examples one of its own
         self.mutation_log = MutationLog()
         self.met: list[torch.Tensor] = []  # shared tensors from outside, of one operator
 

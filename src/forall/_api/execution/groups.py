@@ -22,7 +22,7 @@ from forall._compat import pytree, rng_state, trace_modes
 from forall._compat.dispatch_state import functions_off
 from forall._compat.storage import is_out_of_memory
 from forall._core.divergence import TimeExceeded
-from forall._core.levels import has_any_tangent, run_outside, top
+from forall._core.levels import has_any_tangent, run_outside, stack, top
 from forall._core.python_state import PythonSnapshot
 from forall._vmap.failing_example import name_example
 from forall._vmap.mutation.mutation_log import get_memory_key, take_log_snapshots
@@ -68,7 +68,7 @@ class StateSnapshot:
         self.drawn = None
         if call.draws.flag != "error":
             self.drawn = rng_state.save_states(call.arguments.leaves)
-        self.marks = take_log_snapshots(top())
+        self.marks = () if stack.top is None else take_log_snapshots(stack.top)
 
     def restore(self) -> None:
         self.python.restore()
@@ -118,7 +118,8 @@ class Rollback:
         self.call, self.level = call, level
         undoable = level.parts or call.options.retries_on_oom
         self.state = StateSnapshot(call) if undoable and level.size > 1 else None
-        self.noting = _NOTHING if self.state is None else self.state.record_generators()
+        draws = self.state is not None and self.state.drawn is not None
+        self.noting = self.state.record_generators() if draws else _NOTHING
         level.mutation_log.undoable = undoable
         self.watched = isinstance(call.options, GroupOptions)
         if self.watched:
@@ -137,12 +138,15 @@ class Rollback:
             # Even if the signal did not arrive: a bare `except:` of the user's may have caught it.
             self._undo(self.state)
             raise DivergedGroups(parted, why) from None
-        if self.state is not None and (
-            _must_retry(self.call, error) or isinstance(error, TimeExceeded)
+        if (
+            error is not None
+            and self.state is not None
+            and (isinstance(error, TimeExceeded) or _must_retry(self.call, error))
         ):
             self._undo(self.state)
             return
-        ledger.before.unwrap_shared_grads()
+        if ledger.before.grads:
+            ledger.before.unwrap_shared_grads()
         if not self.watched:
             ledger.drop_undo_state()
 

@@ -36,7 +36,7 @@ from forall._compat.private_api import PLAIN, count_dispatch_modes
 from forall._core import config
 from forall._core.code_table import CodeSet, CodeTable
 from forall._core.divergence import TimeExceeded
-from forall._core.errors import TransformCall, format_columns, name_of, warn_slow_path
+from forall._core.errors import format_columns, name_of, warn_slow_path
 from forall._core.levels import stack
 from forall._divergence import is_running
 
@@ -294,8 +294,7 @@ class SettledCalls:
                 return None
         places = self._places
         if places is None:
-            call = TransformCall("vmap", func, out_dims=self.out_dims)
-            places = self._places = mapped_inputs.OutDims(call, self.out_dims)
+            places = self._places = mapped_inputs.OutDims("vmap", func, self.out_dims)
         start = perf_counter()
         if bindings.writes or bindings.tensors:
             if not bindings.may_take(args):

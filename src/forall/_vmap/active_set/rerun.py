@@ -55,7 +55,7 @@ def run_per_group(
 
 def _take_side_effects() -> tuple:
     """Counts and objects that change if anything was written, or drawn."""
-    scope = key_scope.find_running_scope()
+    scope = key_scope.scopes.running
     return write_counts.times, scope, None if scope is None else scope.count
 
 

@@ -16,7 +16,7 @@ from forall._compat.private_api import DispatchKey, OpOverload
 from forall._compat.shapes import broadcast_shapes
 from forall._core.errors import format_columns
 from forall._random import torch_ops
-from forall._random.key_scope import find_running_scope
+from forall._random.key_scope import scopes
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.mutation.in_place import get_writable_stack
 from forall._vmap.registry import HANDLERS, SHARED, register_rows
@@ -386,7 +386,7 @@ def make_keyed_handler(handler: Callable) -> Callable:
         scope = level.scope
         if (
             scope is None
-            or (level.active and find_running_scope() is None)
+            or (level.active and scopes.running is None)
             or not torch_ops.has_draws(func, args, kwargs)
         ):
             rng_state.record_draw((*args, *kwargs.values()))
