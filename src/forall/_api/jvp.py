@@ -183,7 +183,7 @@ def _wrap_dual(p: torch.Tensor, t: torch.Tensor, level: jvp_level.JvpLevel) -> t
         rows = _wrap_dual(p.values(), t.values(), level)
         with level:
             return replace_rows(p, rows)
-    below = level.born_in
+    below = level.entry.parent
     return make_dual(lift(unwrap_posed(p), below), lift(unwrap_posed(t), below), level)
 
 

@@ -45,7 +45,7 @@ from forall._vmap.dispatch import run_vmap_level
 from forall._vmap.mutation.mutation_log import get_memory_key
 from forall._vmap.randomness import CallRandomness
 from forall._vmap.sparse_stack import to_coordinates
-from forall._vmap.vmap_level import VmapLevel
+from forall._vmap.vmap_level import VmapConfig, VmapLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -250,8 +250,8 @@ class VmapOptions(NamedTuple):
             listeners.append(TracerListener(TransformCall("vmap", func)))
         if self.max_steps is not None:
             call = TransformCall("vmap", func, max_steps=self.max_steps)
-            level.limit = StepLimit(call, level, self.max_steps)
-            listeners.append(level.limit)
+            level.state.limit = StepLimit(call, level, self.max_steps)
+            listeners.append(level.state.limit)
         if self.report is not None:
             self.report.begin_run(level)
             listeners.append(self.report)
@@ -358,16 +358,16 @@ class VmapCall(NamedTuple):
 
     def run_once(self) -> tuple[list, Any]:
         """Run the function once; raise `Groups` if its examples diverge."""
-        level = VmapLevel(self.arguments.size, self.draws.flag, top())
+        config = VmapConfig(self.draws.flag, diverges=self.options.divergence == "split")
+        level = VmapLevel(self.arguments.size, config, top())
         level.origin = self.origin
-        level.scope = self.draws.scope(level, self.origin.numbers)
-        level.parts = self.options.divergence == "split"
+        level.state.scope = self.draws.scope(level, self.origin.numbers)
         arguments = self.arguments
         entered = list(arguments.leaves)
         for i, dim in enumerate(arguments.dims):
             if dim is not None:
                 leaf = arguments.leaves[i]
-                level.mutation_log.arguments.append(leaf)
+                level.state.mutation_log.arguments.append(leaf)
                 entered[i] = boundary.stack_to_example(to_coordinates(leaf), dim, level)
         examples = entered
         if arguments.looks:
@@ -378,7 +378,7 @@ class VmapCall(NamedTuple):
             Rollback(self, level),
             functorch_interop.run_eagerly(),
             run_vmap_level(level),
-            drawing_in(level.scope),
+            drawing_in(level.state.scope),
         ):
             with self.options.listen_to_tests(self.origin.call.func, level):
                 # Classes of the user's may look at examples where they are put together.

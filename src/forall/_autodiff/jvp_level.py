@@ -259,7 +259,7 @@ class JvpLevel(DualLevel, DispatchMode):
             if a.requires_grad:  # it is shared with its history, above autograd
                 return a
             with functions_off():
-                value = lift(a, self.born_in)
+                value = lift(a, self.entry.parent)
                 # Torch's copy_ would take the tangent from the argument itself, which it also sees.
                 found = self.stand_ins[id(a)] = wrap_dual(a.data if value is a else value, self)
         return found

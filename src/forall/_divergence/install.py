@@ -29,10 +29,12 @@ def _read_item(x: torch.Tensor) -> Any:
     """Return ``x.item()``: one Python number if all examples agree, else a `BatchedScalar`."""
     if not isinstance(x, Wrapper) or x.numel() != 1:
         return NotImplemented
-    if not x.dim() and get_plain_numbers(x) is not None and x.level.parts:
+    if not x.dim() and get_plain_numbers(x) is not None and x.level.config.diverges:
         return read_scalar(x)
     _, levels = read_answers(x)
-    if not levels or not all(level.parts and level.active and level.size for level in levels):
+    if not levels or not all(
+        level.config.diverges and level.active and level.size for level in levels
+    ):
         return NotImplemented
     return read_scalar(x.detach().reshape(()))
 

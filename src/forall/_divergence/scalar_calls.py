@@ -32,6 +32,7 @@ from forall._vmap.active_set.active_mask import ActiveSet
 from forall._vmap.active_set.merge import is_stale, restrict_to_running
 from forall._vmap.active_set.sub_level import select_sub_level
 from forall._vmap.concretize import read_answers
+from forall._vmap.vmap_level import VmapLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,7 +112,7 @@ def _may_diverge() -> bool:
         return False
     level: Any = stack.top
     while level is not None:
-        if getattr(level, "limit", None) is not None or not getattr(level, "parts", True):
+        if isinstance(level, VmapLevel) and (level.state.limit or not level.config.diverges):
             return False
         level = level.parent
     return True

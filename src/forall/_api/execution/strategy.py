@@ -296,7 +296,8 @@ class ConvertedOptions(OptionsOverride):
         An error may come from some examples, or from the conversion. The function itself shows
         which error the loop raises first.
         """
-        if level.limit is not None and error is level.limit.reached:
+        limit = level.state.limit
+        if limit is not None and error is limit.reached:
             return False
         if self.options.retries_on_oom and is_out_of_memory(error):
             return False
