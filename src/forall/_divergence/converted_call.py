@@ -18,7 +18,6 @@ from forall._divergence import pure_call, subscripts
 from forall._divergence.heap import CONTAINERS, Unsplittable, slot_of
 from forall._divergence.join import merge
 from forall._divergence.report import Report
-from forall._divergence.report_records import Function
 from forall._divergence.thread_state import ThreadState, close_down_to, run_each_set, thread
 from forall._divergence.user_code import (
     OTHERS,
@@ -166,9 +165,9 @@ def _make_plan(f: types.FunctionType) -> Any:
 
 
 def _find_library_plan(f: types.FunctionType) -> Any:
-    """Return the plan of another library's function: converted only if `thread.deeply` is set."""
-    thread.met_others = True
-    if not thread.deeply:
+    """Return the plan of another library's function, which is converted only on demand."""
+    thread.libraries.were_called = True
+    if not thread.libraries.are_converted:
         return OPAQUE
     plan = _deep_plans.get(f.__code__)
     if plan is None:
@@ -185,7 +184,7 @@ def _convert_plan(f: types.FunctionType) -> Any:
         return OPAQUE
     if thread.report is not None:
         code = f.__code__
-        thread.report.converted[code] = Function(f.__name__, SourceLine.from_code(code).near())
+        thread.report.note_function(code, f.__name__, SourceLine.from_code(code))
     return plan
 
 
@@ -200,8 +199,8 @@ def find_converted_template(f: types.FunctionType) -> Any:
 def report_refusal(f: types.FunctionType, refused: Refusal) -> None:
     """Report a function that cannot be converted."""
     file, _, line = refused.place.rpartition(":")
-    place = SourceLine(file, int(line)).near()
-    thread.report.refused[f.__code__] = Function(f.__name__, place, refused.reason)
+    place = SourceLine(file, int(line))
+    thread.report.note_function(f.__code__, f.__name__, place, refused.reason)
 
 
 @contextmanager

@@ -19,6 +19,16 @@ from forall._divergence.report import Report
 from forall._divergence.vmap_interface import words
 
 
+class LibraryUse:
+    """The use that converted code makes of other libraries than torch."""
+
+    __slots__ = ("are_converted", "were_called")
+
+    def __init__(self, *, are_converted: bool) -> None:
+        self.are_converted = are_converted  # True if their functions are converted too
+        self.were_called = False
+
+
 class ThreadState(threading.local):
     """The state of one thread.
 
@@ -38,8 +48,7 @@ class ThreadState(threading.local):
         self.report: Report | None = None
         self.failed: Any = None  # the lanes that ran when an error was raised that may be caught
         self.runs = 0  # the depth of converted calls that were entered from outside
-        self.deeply = False  # True if functions of other libraries are converted too
-        self.met_others = False  # True if a function of another library was called
+        self.libraries = LibraryUse(are_converted=False)
         self.ran_again: dict[Any, Any] = {}  # unconverted functions in which lanes diverged: why
         self.made_of: dict[
             int, list[Any]

@@ -121,7 +121,7 @@ def _run_converted_or_groups(
         groups = [[*range(call.arguments.size)]]
     why: Obstacle | None = None
     for deep in (True,) if code in _DEEPLY else (False, True):
-        with convert_libraries(deep):
+        with convert_libraries(deep) as libraries:
             function = convert(call.func, strict=True)
             if isinstance(function, Refusal):
                 why = Obstacle.from_refusal(function)
@@ -137,7 +137,7 @@ def _run_converted_or_groups(
                 # The second attempt converts libraries too; the first names user code as the cause.
                 why = found if why is None or not why.has_place else why
                 groups = [[*range(call.arguments.size)]]
-                if not thread.met_others:
+                if not libraries.were_called:
                     break
             else:
                 if deep and code is not None:
