@@ -11,7 +11,7 @@ from forall._divergence.if_region import ONCE, reconverge_lanes
 from forall._divergence.join import UNDEFINED
 from forall._divergence.subscripts import make_stepper, watch
 from forall._divergence.thread_state import Region
-from forall._divergence.vmap_interface import unite_sets, words
+from forall._divergence.vmap_interface import interface, unite_sets
 from forall._vmap.concretize_listeners import notify_listeners
 
 EMPTY: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class LoopRegion(Region):
 
     def _leave_loop(self, names: dict[str, Any], world: Any = None) -> Any:
         values = [names.get(name, UNDEFINED) for name in self.names]
-        return words.now() if world is None else world, values, self.capture_writes()
+        return interface.get_active_set() if world is None else world, values, self.capture_writes()
 
     # --- the test
 

@@ -16,7 +16,7 @@ from forall._core.levels import stack
 from forall._divergence.heap import HeapSlot, Split, Unsplittable
 from forall._divergence.join import Parts, merge
 from forall._divergence.report import Report
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 
 
 class LibraryUse:
@@ -57,7 +57,7 @@ class ThreadState(threading.local):
 
     def run_only(self, world: Any) -> None:
         """Let only these lanes run from here on."""
-        running = words.running(world)
+        running = interface.run_active_set(world)
         running.__enter__()
         self.entered.append(running)
         if self.loose:
@@ -187,7 +187,7 @@ def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
     t = thread
     if len(parts) == 1:
         if t.loose:
-            t.restrict_objects(words.now())
+            t.restrict_objects(interface.get_active_set())
         return run(parts[0][1])
     region, depth, before = Region(t), len(t.entered), t.parted
     results: Parts = []
@@ -205,7 +205,7 @@ def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
             t.leave_sets(depth)
         region.join_writes(written)
     except Exception:
-        t.failed = t.failed or words.now()
+        t.failed = t.failed or interface.get_active_set()
         region.undo()
         raise
     finally:
@@ -242,7 +242,7 @@ class ConvertedRun:
             if not t.runs:
                 t.made_of.clear()
             if kind is not None or not t.runs:
-                words.changed()  # the aliases to be updated are gone
+                interface.take_written_families()  # the aliases to be updated are gone
             t.leave_sets(depth)
             t.top, t.parted, t.loosened = top, parted, loosened
             if self.strict or kind is not None:

@@ -34,7 +34,7 @@ from forall._divergence import (
 )
 from forall._divergence.heap import SeveralKinds, Unsplittable
 from forall._divergence.varying import Varying
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 from forall._vmap.active_set.active_mask import CannotMerge
 from forall._vmap.active_set.merge import UndefinedForExamples, has_only_some_examples
 
@@ -53,14 +53,14 @@ CONVERSION_ERRORS = (CannotMerge, UndefinedForExamples, Unsplittable, TimeExceed
 _NOWHERE = SourceLine("?", 0)
 
 
-def _bindings_of(function: Any) -> Any:
+def _find_pure_bindings(function: Any) -> Any:
     # Its tables take time to import, and in most programs no examples diverge.
     from forall._api.execution.side_effect_free import find_pure_bindings
 
     return find_pure_bindings(function)
 
 
-words.bindings_of = _bindings_of
+interface.find_pure_bindings = _find_pure_bindings
 
 
 def run_mapped_call(call: MappedCall) -> tuple[list, Any]:
