@@ -59,20 +59,15 @@ def test_many_pull_backs_at_once(name, way, create_graph, monkeypatch):
 
 
 def test_order_is_kept_however_deep():
-    from forall._core.levels import assign_entry_order
+    from forall._core.levels import EntryPoint
 
-    class Entered:
-        def __init__(self, before=None):
-            self.number, self.room = assign_entry_order(before)
-
-    first, since = Entered(), Entered()
-    later = Entered()
-    again = [Entered(since) for _ in range(3)]
-    deeper = [Entered(again[1]) for _ in range(3)]
-    deepest = Entered(deeper[2])
+    first, since, later = (EntryPoint(None, None) for _ in range(3))
+    again = [EntryPoint(None, since) for _ in range(3)]
+    deeper = [EntryPoint(None, again[1]) for _ in range(3)]
+    deepest = EntryPoint(None, deeper[2])
     order = [first, again[0], *deeper[:2], deepest, deeper[2], *again[1:], since, later]
-    assert order == sorted(order, key=lambda level: level.number)
-    assert len({level.number for level in order}) == len(order)
+    assert order == sorted(order, key=lambda entry: entry.number)
+    assert len({entry.number for entry in order}) == len(order)
 
 
 def test_what_a_checkpoint_keeps_it_says():

@@ -11,7 +11,7 @@ from torch import nn
 import forall
 from forall import grad, hessian, jacrev, jvp, vjp, vmap
 from forall._api.execution import strategy
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 from oracle import difference, loop
 
 D = torch.float64
@@ -63,7 +63,7 @@ FUNCTIONS = {
 def again(monkeypatch):
     """How often anything was run in groups."""
     times = []
-    in_groups, rerun = strategy.run_in_groups, words.apart
+    in_groups, rerun = strategy.run_in_groups, interface.run_per_group
 
     def counted(call, groups):
         times.append("call")
@@ -73,7 +73,7 @@ def again(monkeypatch):
         return rerun(call, lambda parts: times.append("part") or join(parts))
 
     monkeypatch.setattr(strategy, "run_in_groups", counted)
-    monkeypatch.setattr(words, "apart", joined)
+    monkeypatch.setattr(interface, "run_per_group", joined)
     return times
 
 

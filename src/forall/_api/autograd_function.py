@@ -59,6 +59,7 @@ from forall._vmap.active_set.restrict_args import restrict_args
 from forall._vmap.function_mode import ITSELF, VMAP_FUNCTIONS, find_sharing_level
 from forall._vmap.mutation.view_copies import sync_aliases
 from forall._vmap.registry import IN_PLACE
+from forall._vmap.vmap_level import CotangentLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +104,7 @@ def _apply_under_level(cls: Any, args: tuple, kwargs: dict) -> Any:
         fit = restrict_args(cls.apply, args, kwargs)
         if fit.stands:
             return fit.restore_identity(_apply_under_level(cls, fit.args, fit.kwargs))
-    if torch.is_grad_enabled() and not getattr(level, "records_values", False):
+    if torch.is_grad_enabled() and not isinstance(level, CotangentLevel):
         args = tuple(
             restore_users_class(lift(unwrap_posed(a), level), a)
             if isinstance(a, torch.Tensor)
@@ -234,7 +235,7 @@ def _make_inner_level_test() -> Callable[[torch.Tensor], bool]:
     def is_of_inner_level(tensor: torch.Tensor) -> bool:
         while isinstance(tensor, Wrapper):
             root = tensor.level.root
-            if root not in around and root.around >= around:
+            if root not in around and root.entry.around >= around:
                 warn_slow_path(_KEPT)
                 return True
             tensor = tensor.value

@@ -237,7 +237,7 @@ class OuterPullback(GraphPullback):
         if inner.root is not inner:  # the examples that run, among all that were batched
             sizes = [*placed.shape]
             sizes[dim] = inner.root.size
-            rows = copy_index_to(inner.rows, placed.device)
+            rows = copy_index_to(inner.examples.rows, placed.device)
             placed = placed.new_zeros(sizes).index_copy(dim, rows, placed)
         return placed.flatten(0, 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forall._api import explain_plot
 from forall._api.execution import loop_or_batch
@@ -66,6 +66,16 @@ def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
     return run_and_explain
 
 
+class ExplainedCall(NamedTuple):
+    """The call of a mapped function that a report is on."""
+
+    name: str
+    examples: int
+
+    def __str__(self) -> str:
+        return f"vmap({self.name}): {explain_plot.format_count(self.examples, 'example')}"
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The report on one call of ``vmap(f)``: ``str`` gives the text, ``plot`` the picture.
@@ -97,8 +107,7 @@ class Explanation:
         [('if else', (1, 2))]
     """
 
-    call: str
-    examples: int
+    call: ExplainedCall
     result: Any
     ways: tuple[str, ...]
     groups: tuple[int, ...]
@@ -111,6 +120,10 @@ class Explanation:
     measured: str
     scalar: tuple[SourceLine, ...]
 
+    @property
+    def examples(self) -> int:
+        return self.call.examples
+
     def _list_reruns(self) -> list[tuple[str, str]]:
         return [(name, explain_plot.format_count(n, "time")) for name, n in self.again]
 
@@ -119,7 +132,7 @@ class Explanation:
         return [(place.near(), place.text(), how) for place in self.scalar]
 
     def __str__(self) -> str:
-        parts = [f"{self.call}: {explain_plot.format_count(self.examples, 'example')}"]
+        parts = [str(self.call)]
         for title, rows in (
             ("how it ran", [(way,) for way in _count_repeats(self.ways)]),
             ("where examples parted", _list_divergences(self.partings)),
@@ -137,23 +150,23 @@ class Explanation:
 
     def plot(self, path: Any = None) -> Any:
         """Plot examples over steps, one colour per line of code, as a figure or into a file."""
-        size = explain_plot.format_count(self.examples, "example")
-        title = f"{self.call}: {size}\n{self.ways[-1]}"
+        title = f"{self.call}\n{self.ways[-1]}"
         return explain_plot.draw_explanation(title, self.examples, self.steps, path)
 
 
 def _make_explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
-    func, size = report.call or (mapped, 0)
+    origin = report.level and report.level.origin
+    func, size = (mapped, 0) if origin is None else (origin.call.func, origin.size)
+    functions = report.functions.values()
     return Explanation(
-        f"vmap({name_of(func)})",
-        size,
+        ExplainedCall(name_of(func), size),
         result,
         tuple(report.ways) or ("by torch's own vmap, which tells nothing",),
         tuple(report.groups),
         tuple(report.partings),
         tuple(report.steps),
-        tuple(report.converted.values()),
-        tuple(report.refused.values()),
+        tuple(f for f in functions if not f.why),
+        tuple(f for f in functions if f.why),
         tuple(report.again.items()),
         vars(mapped)["__forall_told__"]() if config.now.replay else "",
         loop_or_batch.describe_choice(loop_or_batch.find_code(func), size),

@@ -55,7 +55,7 @@ def has_vmap_method(cls: Any) -> bool:
 def _find_level(args: tuple) -> VmapLevel | None:
     """Return the innermost level of these arguments, if all its examples run as one."""
     level = find_innermost_of(args)
-    if not isinstance(level, VmapLevel) or level.records_values:
+    if not isinstance(level, VmapLevel) or level.records_on_value:
         return None
     if stack.parted or level.root is not level:
         return None
@@ -74,7 +74,9 @@ def _make_forward(cls: Any) -> Any:
         own = [a.value if type(a) is BatchedTensor and a.level is level else a for a in leaves]
         in_dims, stacks = pytree.unflatten(axes, spec), pytree.unflatten(own, spec)
         with run_outside(level):
-            given = cls.vmap(FunctionVmapInfo(level.size, level.randomness), in_dims, *stacks)
+            given = cls.vmap(
+                FunctionVmapInfo(level.size, level.config.randomness), in_dims, *stacks
+            )
         if not isinstance(given, tuple) or len(given) != 2:
             raise RuntimeError(
                 f"{cls.__name__}.vmap: returns the outputs and their out_dims.\n"

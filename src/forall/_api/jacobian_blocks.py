@@ -193,7 +193,7 @@ def compute_by_columns(
         level: Any = top()
         if chunk is not None:
             first.begin(level)
-        level.count_as_one_call(first=chunk is not None or not specs)
+        level.state.count_as_one_call(first=chunk is not None or not specs)
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         value, tangent, *aux = push_forward(
             call,
@@ -242,7 +242,7 @@ class _FirstRun:
         if self.before is not None:
             self.undo()
             return
-        self.before, self.marks = level.mutation_log.before, take_log_snapshots(level.parent)
+        self.before, self.marks = level.state.mutation_log.before, take_log_snapshots(level.parent)
         for x in (*self.xs, *self.beside):
             if not x.requires_grad:
                 self.before.keep_history(x)

@@ -134,8 +134,7 @@ def push_forward(
     outer = torch.is_grad_enabled()
     below = top()
     with functorch_interop.run_eagerly(), hold_forward_level(), torch.enable_grad():
-        level = jvp_level.JvpLevel(below, outer)
-        level.beside = {id(t): t for t in beside}
+        level = jvp_level.JvpLevel(below, outer, beside)
         duals = [
             restore_users_class(_wrap_dual(p, t, level), p)
             for p, t in zip(flat, flat_t, strict=True)
@@ -151,7 +150,7 @@ def push_forward(
             primal_out.append(p)
             tangent_out.append(torch.zeros_like(p) if t is None else t)
         if outer and written is not None:
-            found = [(t, level.stand_ins.get(id(t))) for t in beside]
+            found = [(t, level.outer_args.stand_ins.get(id(t))) for t in beside]
             taken = [(t, d) for t, d in found if d is not None]
             taken += [
                 (p, d) for p, d, c in zip(flat, duals, counts, strict=True) if not c.has_no_writes()
@@ -183,7 +182,7 @@ def _wrap_dual(p: torch.Tensor, t: torch.Tensor, level: jvp_level.JvpLevel) -> t
         rows = _wrap_dual(p.values(), t.values(), level)
         with level:
             return replace_rows(p, rows)
-    below = level.born_in
+    below = level.entry.parent
     return make_dual(lift(unwrap_posed(p), below), lift(unwrap_posed(t), below), level)
 
 

@@ -32,7 +32,7 @@ from forall._vmap import boundary
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.dispatch import run_vmap_level
 from forall._vmap.outer_graph import sum_leaving_cotangents
-from forall._vmap.vmap_level import VmapLevel
+from forall._vmap.vmap_level import CotangentLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -229,11 +229,11 @@ class GraphPullback:
         if stacks[0].shape[0] == 1:  # a plain pass, without a level
             found = pull(tuple(self.outputs), tuple(s.squeeze(0) for s in stacks))
             return [None if g is None else g.unsqueeze(0) for g in found]
-        level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
+        level = CotangentLevel(stacks[0].shape[0], top())
         with run_vmap_level(level), pass_lazy_zeros():
             found = pull(tuple(self.outputs), tuple(wrap_stack(s, 0, level) for s in stacks))
         found = [None if g is None else self._unbatch_gradient(g, level) for g in found]
-        if level.crosses:
+        if level.mark:
             with functions_off():
                 sum_leaving_cotangents(
                     level, [g for g in found if g is not None], self._get_recorded_nodes()
@@ -247,7 +247,7 @@ class GraphPullback:
         return self._nodes
 
     @staticmethod
-    def _unbatch_gradient(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+    def _unbatch_gradient(g: torch.Tensor, level: CotangentLevel) -> torch.Tensor:
         """Return a gradient as (N, *I), with the history that it has outside."""
         value, axis = (g.value, g.axis) if getattr(g, "level", None) is level else (g, None)
         if axis is None:

@@ -46,7 +46,7 @@ from forall._vmap.concretize_listeners import StepLimit, TracerListener, add_lis
 from forall._vmap.dispatch import run_vmap_level
 from forall._vmap.mutation.mutation_log import get_memory_key
 from forall._vmap.randomness import CallRandomness
-from forall._vmap.vmap_level import VmapLevel
+from forall._vmap.vmap_level import VmapConfig, VmapLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -247,8 +247,8 @@ class VmapOptions(NamedTuple):
             listeners.append(TracerListener(TransformCall("vmap", func)))
         if self.max_steps is not None:
             call = TransformCall("vmap", func, max_steps=self.max_steps)
-            level.limit = StepLimit(call, level, self.max_steps)
-            listeners.append(level.limit)
+            level.state.limit = StepLimit(call, level, self.max_steps)
+            listeners.append(level.state.limit)
         if self.report is not None:
             self.report.begin_run(level)
             listeners.append(self.report)
@@ -355,18 +355,18 @@ class VmapCall(NamedTuple):
 
     def run_once(self) -> tuple[list, Any]:
         """Run the function once; raise `Groups` if its examples diverge."""
-        level = VmapLevel(self.arguments.size, self.draws.flag, stack.top)
+        config = VmapConfig(self.draws.flag, diverges=self.options.divergence == "split")
+        level = VmapLevel(self.arguments.size, config, stack.top)
         level.origin = self.origin
-        level.scope = self.draws.scope(level, self.origin.numbers)
-        drawing = _NOTHING if level.scope is scopes.running else enter_scope(level.scope)
+        scope = level.state.scope = self.draws.scope(level, self.origin.numbers)
+        drawing = _NOTHING if scope is scopes.running else enter_scope(scope)
         listening = self.options.listen_to_tests(self.origin.call.func, level)
-        level.parts = self.options.divergence == "split"
         arguments = self.arguments
         entered = list(arguments.leaves)
         for i, dim in enumerate(arguments.dims):
             if dim is not None:
                 leaf = arguments.leaves[i]
-                level.mutation_log.arguments.append(leaf)
+                level.state.mutation_log.arguments.append(leaf)
                 if leaf.layout in COMPRESSED:
                     leaf = leaf.to_sparse()  # only coordinates have one tensor for all examples
                 entered[i] = boundary.stack_to_example(leaf, dim, level)

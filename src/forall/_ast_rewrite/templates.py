@@ -67,7 +67,7 @@ def NAME():
     return VALUES
 """
 AGAIN = """
-if LOOP.waiting:
+if LOOP.exits.waiting:
     REJOIN
 if F.dead and not LOOP.has_next_round():
     break

@@ -60,7 +60,6 @@ class DualLevel(Level):
     def __init__(self, parent: Level | None, outer_grad: bool) -> None:
         super().__init__(parent)
         self.outer_grad = outer_grad
-        self.outer_history = False  # whether an argument had one
         self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
 
     def split_dual(self, a: Any) -> tuple[Any, torch.Tensor | None]:
@@ -245,6 +244,5 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: DualLevel) -> 
     if is_sparse(primal):
         raise make_tangent_error(primal)
     primal, tangent = copy_if_inference(primal), copy_if_inference(tangent)
-    level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), enable_forward_mode():
         return wrap_dual(attach_tangent(primal, tangent), level)

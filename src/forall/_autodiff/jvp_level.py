@@ -9,7 +9,7 @@ of the process serves any nesting without perturbation confusion.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,6 +69,9 @@ from forall._core.levels import (
 from forall._core.sparse_operands import alias_constant, is_sparse
 from forall._random.key_scope import make_count_reset
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 aten = torch.ops.aten
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default  # by its schema a view, but of a new constant
 _FILL = aten.fill_.Tensor
@@ -84,18 +87,34 @@ def _is_value(a: Any) -> bool:
     return level_of(a) is not None if isinstance(a, torch.Tensor) else False
 
 
+class OuterArguments:
+    """Arguments of a jvp level's function that come from outside, without a tangent.
+
+    ``tensors`` has them by identity, with copies that the host reads. ``stand_ins`` are the values
+    of the level that replace those that were used: a value with a tangent may be written into one.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = {id(t): t for t in tensors}
+        self.stand_ins: dict[int, DualTensor] = {}
+        self.are_written = False
+
+    def restore_identity(self, out: Any) -> Any:
+        """Return a result with stand-ins replaced by the arguments themselves."""
+        own = {id(d): self.tensors[n] for n, d in self.stand_ins.items()}
+        return pytree.map_tensors(lambda t: own.get(id(t), t), out)
+
+
 class JvpLevel(DualLevel, DispatchMode):
     """The level, and dispatch mode, that is active while `jvp` calls the user's function."""
 
-    def __init__(self, parent: Level | None, outer_grad: bool) -> None:
+    def __init__(
+        self, parent: Level | None, outer_grad: bool, beside: Sequence[torch.Tensor] = ()
+    ) -> None:
         DispatchMode.__init__(self)
         DualLevel.__init__(self, parent, outer_grad)
         self.left_on: list[torch.Tensor] = []  # leaves that got a gradient of this level
-        # Arguments from outside, by identity, and the values of this level that replace those that
-        # were used: a value with a tangent may be written into an argument. Copies that the host
-        # reads are kept here too.
-        self.beside: dict[int, torch.Tensor] = {}
-        self.stand_ins: dict[int, DualTensor] = {}
+        self.outer_args = OuterArguments(beside)
 
     def __enter__(self):
         self.place = activate_level(self)
@@ -114,6 +133,10 @@ class JvpLevel(DualLevel, DispatchMode):
                     leaf.grad = unpack_dual(leaf.grad, self)[0]
 
     records_on_value = True
+
+    @property
+    def shares(self) -> bool:
+        return self.outer_args.are_written
 
     def carries_tangent(self, tensor: Any) -> bool:
         return self._unpack(tensor)[1] is not None
@@ -180,7 +203,9 @@ class JvpLevel(DualLevel, DispatchMode):
         return super().share_captured(args, kwargs)
 
     def _share_if_written(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self.stand_ins or not tensor.requires_grad:  # at first none does
+        if (
+            id(tensor) not in self.outer_args.stand_ins or not tensor.requires_grad
+        ):  # at first none does
             return tensor
         with functions_off():
             shared: Any = self.lift_one_level(tensor)
@@ -201,15 +226,15 @@ class JvpLevel(DualLevel, DispatchMode):
             if level is not self and not level.is_outside(self):
                 return NotImplemented
         if func is _DETACH and type(args[0]) is torch.Tensor and is_excluded(AUTOGRAD):
-            if id(args[0]) in self.stand_ins and self.carries_tangent(self.stand_ins[id(args[0])]):
+            if self.carries_tangent(self.outer_args.stand_ins.get(id(args[0]))):
                 raise loses_tangent("numpy")
             return func(*args)  # numpy reads the memory of this tensor
         if func is _TO_COPY and self._is_for_the_host(args[0], kwargs or {}):
             copy = func(*args, **(kwargs or {}))
-            self.beside[id(copy)] = copy
+            self.outer_args.tensors[id(copy)] = copy
             return copy
         try:
-            if self.beside:
+            if self.outer_args.tensors:
                 return self._run_on_outer_args(func, args, kwargs or {})
             return self.run(func, args, kwargs or {})
         except Exception as error:
@@ -247,21 +272,22 @@ class JvpLevel(DualLevel, DispatchMode):
             device is not None
             and device.type == "cpu"
             and type(a) is torch.Tensor
-            and not (a.is_cpu or a.is_meta or a.requires_grad or id(a) in self.beside)
+            and not (a.is_cpu or a.is_meta or a.requires_grad or id(a) in self.outer_args.tensors)
         )
 
     def replace_outer_arg(self, a: Any) -> Any:
         """Return the value of this level for an argument from outside; anything else as it is."""
-        if id(a) not in self.beside:
+        if id(a) not in self.outer_args.tensors:
             return a
-        found = self.stand_ins.get(id(a))
+        stand_ins = self.outer_args.stand_ins
+        found = stand_ins.get(id(a))
         if found is None:
             if a.requires_grad:  # it is shared with its history, above autograd
                 return a
             with functions_off():
-                value = lift(a, self.born_in)
+                value = lift(a, self.entry.parent)
                 # Torch's copy_ would take the tangent from the argument itself, which it also sees.
-                found = self.stand_ins[id(a)] = wrap_dual(a.data if value is a else value, self)
+                found = stand_ins[id(a)] = wrap_dual(a.data if value is a else value, self)
         return found
 
     def _run_on_outer_args(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -271,10 +297,9 @@ class JvpLevel(DualLevel, DispatchMode):
         """
         if not get_facts(func).mutates:
             return self.run(func, *pytree.map_tensors(self.replace_outer_arg, (args, kwargs)))
-        self.shares = True
+        self.outer_args.are_written = True
         out = self.run(func, *pytree.map_tensors(self.replace_outer_arg, (args, kwargs)))
-        own = {id(d): self.beside[n] for n, d in self.stand_ins.items()}
-        return pytree.map_tensors(lambda t: own.get(id(t), t), out)
+        return self.outer_args.restore_identity(out)
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run one operator on primals and tangents together, in torch's forward mode."""
@@ -413,7 +438,8 @@ class JvpLevel(DualLevel, DispatchMode):
     def _check_writes(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Raise if a value with a tangent is written into a tensor from outside."""
         # Running statistics have no derivative.
-        aside = {id(args[i]) for i in get_facts(func).statistics}
+        known = get_facts(func).statistics
+        aside = {id(args[i]) for i in known.positions} if known is not None else set()
         targets = [t for t in find_written_tensors(func, args, kwargs) if id(t) not in aside]
         foreign = [t for t in targets if self._is_outside(t)]
         if foreign and any(self.carries_tangent(a) for a in (*args, *kwargs.values())):

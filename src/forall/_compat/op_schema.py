@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+class StatisticsArgs(NamedTuple):
+    """The running statistics of a normalization, which it writes into undeclared."""
+
+    positions: tuple[int, ...]
+    flag: int | None  # the position of the flag that enables this; None if it always writes
+
+
 class OperatorFacts(NamedTuple):
     """The facts of an overload, read once: reading a schema costs more than a call."""
 
@@ -21,8 +28,7 @@ class OperatorFacts(NamedTuple):
     seeded: bool
     dynamic: bool  # result shape or Python value depends on data
     names: tuple[str, ...]
-    statistics: tuple[int, ...]  # positions of running statistics that it may write into
-    asks: int | None  # the position of the flag that enables this; None if it always writes
+    statistics: StatisticsArgs | None  # running statistics that it may write into
     writes: bool  # True if it may write into any argument
     into_lists: bool  # True if it writes into tensors of a list
     foreign: bool  # a library's; forward mode ignores it, and its tangents come out as zeros
@@ -72,6 +78,7 @@ def get_facts(func: Any) -> OperatorFacts:
     name = func.overloadpacket.__name__
     unsaid = func.namespace == "aten" and name in _STATISTICS
     asked = _STATISTICS[name] if unsaid else None
+    flag = None if asked is None else names.index(asked)
     running = tuple(i for i, n in enumerate(names) if n in _RUNNING)
     if not unsaid and set(running).isdisjoint(mutates):
         running = ()
@@ -83,13 +90,12 @@ def get_facts(func: Any) -> OperatorFacts:
         seeded=torch.Tag.nondeterministic_seeded in tags,
         dynamic=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         names=names,
-        statistics=running,
+        statistics=StatisticsArgs(running, flag) if running else None,
         writes=bool(mutates or running),
         into_lists=any(
             a.alias_info is not None and a.alias_info.is_write and str(a.type).startswith("List")
             for a in schema.arguments
         ),
-        asks=None if asked is None else names.index(asked),
         foreign=func.namespace not in _TORCHS and not mutates,
         is_collective=func.namespace in _COLLECTIVES,
     )
@@ -101,8 +107,9 @@ def find_written_args(func: Any, args: tuple) -> tuple[int | str, ...]:
     Schemas do not declare writes into running statistics, so all code calls this.
     """
     fact = get_facts(func)
-    if fact.statistics and (fact.asks is None or args[fact.asks]):
-        return (*fact.mutates, *(i for i in fact.statistics if i not in fact.mutates))
+    known = fact.statistics
+    if known is not None and (known.flag is None or args[known.flag]):
+        return (*fact.mutates, *(i for i in known.positions if i not in fact.mutates))
     return fact.mutates
 
 

@@ -42,7 +42,7 @@ def make_divergence(
     level: Any, groups: list[list[int]], complaint: Callable[[], Exception]
 ) -> BaseException:
     """Return the exception to raise if the examples of ``level`` diverge."""
-    if not level.parts:
+    if not level.config.diverges:
         return complaint()
     if not level.active:  # no call that could run again
         error = complaint()
@@ -53,9 +53,10 @@ def make_divergence(
         return error
     root = level.root
     if root is not level:  # the examples that do not run are a group as well
-        rows = level.rows.tolist()
+        rows = level.examples.rows.tolist()
         groups = [[rows[n] for n in g] for g in groups]
         others = sorted({*range(root.size)} - {*rows})
         groups = [*groups, others] if others else groups
-    root.parted, root.parted_at = groups, find_users_line()
-    return Diverged(root, groups, root.parted_at)
+    place = find_users_line()
+    root.state.divergence = groups, place
+    return Diverged(root, groups, place)

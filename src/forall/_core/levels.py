@@ -55,29 +55,63 @@ if TYPE_CHECKING:
 _numbers = count(1)
 
 
-def assign_entry_order(before: Level | None) -> tuple[Any, Any]:
-    """A new level's place, after all others or just ``before`` one; and the room below it."""
-    n = next(_numbers)
-    if before is None:
-        return n, 1
-    from fractions import Fraction  # few need it
+class EntryPoint:
+    """The point at which a level was entered, after all others or just ``before`` one.
 
-    below = before.room * Fraction(1, n + 1)
-    return before.number - below, below / n
+    ``number`` orders levels, ``room`` is left below it for others. ``parent`` is the level just
+    outside at that time, ``around`` are all levels outside.
+    """
+
+    __slots__ = ("around", "number", "parent", "room")
+
+    number: Any
+    room: Any
+
+    def __init__(self, parent: Level | None, before: EntryPoint | None) -> None:
+        self.parent = parent
+        self.around = _levels_around(parent, stack.place)
+        n = next(_numbers)
+        if before is None:
+            self.number, self.room = n, 1
+        else:
+            from fractions import Fraction  # few need it
+
+            below = before.room * Fraction(1, n + 1)
+            self.number, self.room = before.number - below, below / n
+
+
+class LiftCache(dict[int, tuple[torch.Tensor, torch.Tensor]]):
+    """The tensors that were lifted to an active level, by identity, each with its stand-in.
+
+    After the level's end ``past`` has weak references to both. A backward pass that runs then, and
+    captures the tensor again, finds the same stand-in through them.
+    """
+
+    __slots__ = ("past",)
+
+    def __init__(self) -> None:
+        self.past: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = {}
+
+    def release(self) -> None:
+        """Release the tensors with their stand-ins, except for weak references."""
+        with functions_off():  # who asks a value of an ended level has what is left of it made
+            self.past = {i: (ref(t), ref(s)) for i, (t, s) in self.items() if s.requires_grad}
+        self.clear()
+
+    def find_past(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the stand-in of a tensor in an ended call, if it is still alive."""
+        of, stand_in = self.past.get(id(tensor), (NoneType, NoneType))
+        return stand_in() if of() is tensor and torch.is_grad_enabled() else None
 
 
 class Level:
     """One active transform. Subclasses define how a tensor from outside becomes their value."""
 
     def __init__(self, parent: Level | None) -> None:
-        self.parent = self.born_in = parent
-        self.number, self.room = assign_entry_order(stack.since)
-        self.around = _levels_around(parent, stack.place)
+        self.entry = EntryPoint(parent, stack.since and stack.since.entry)
+        self.parent = parent
         self.active = False
-        self.lift_cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Weak references to (tensor, stand-in) pairs. A backward pass that runs after the level has
-        # ended finds the same stand-in through them.
-        self.stood_in: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = {}
+        self.lift_cache = LiftCache()
 
     # The sub-level whose examples run now, where they have diverged; None for all of them. A level
     # must not hold itself: that would keep it alive, with all that its values hold, after its end.
@@ -180,9 +214,10 @@ class Level:
 
     def is_outside(self, other: Level) -> bool:
         """True if this level is outside ``other``: see NOTE [inside and outside]."""
-        if self.number < other.number:
-            return self.root in other.around
-        return self.root is not other.root and other.root not in self.around
+        mine, theirs = self.entry, other.entry
+        if mine.number < theirs.number:
+            return self.root in theirs.around
+        return self.root is not other.root and other.root not in mine.around
 
 
 class _Stack(exception_safety.RestoredState):
@@ -217,7 +252,7 @@ def _levels_around(*places: Level | None) -> frozenset[Level]:
     around = _NONE
     for level in places:
         if level is not None:
-            around |= level.around | {level.root}
+            around |= level.entry.around | {level.root}
     return around
 
 
@@ -250,7 +285,7 @@ class activate_level:
         stack.top = self.previous
         self.level.active = False
         if self.level.lift_cache:
-            _release_lift_cache(self.level)
+            self.level.lift_cache.release()
 
 
 def _abandon(left: list, _: int) -> None:
@@ -266,24 +301,6 @@ def _abandon(left: list, _: int) -> None:
 
 
 exception_safety.PUT_BACK.append(_abandon)
-
-
-def _release_lift_cache(level: Level) -> None:
-    """Release the tensors that were lifted to a level, with their stand-ins.
-
-    Weak references remain: a user's backward may have saved a stand-in, and when it runs it
-    captures the tensor again.
-    """
-    lifted = level.lift_cache.items()
-    with functions_off():  # who asks a value of an ended level has what is left of it made
-        level.stood_in = {i: (ref(t), ref(s)) for i, (t, s) in lifted if s.requires_grad}
-    level.lift_cache.clear()
-
-
-def _find_past_stand_in(tensor: torch.Tensor, level: Level) -> torch.Tensor | None:
-    """Return the stand-in of a tensor in an ended call, if it is still alive."""
-    of, stand_in = level.stood_in.get(id(tensor), (NoneType, NoneType))
-    return stand_in() if of() is tensor and torch.is_grad_enabled() else None
 
 
 def complete_gradient(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -363,25 +380,27 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
         return tensor
     if level.root is not level:  # once for all examples, so that there is one derivative
         return level.restrict_value(lift(tensor, level.root))
-    found = level.lift_cache.get(id(tensor))
+    cache = level.lift_cache
+    found = cache.get(id(tensor))
     if found is None:
         if in_torch_func():
             with outside_torch_func():
                 return lift(tensor, level)
-        if level.stood_in and (stood_in := _find_past_stand_in(tensor, level)) is not None:
-            return stood_in
+        if cache.past and (stand_in := cache.find_past(tensor)) is not None:
+            return stand_in
         with functions_off():
             if type(tensor) is Jagged:
                 lifted = replace_rows(tensor, lift(tensor.values(), level))
             else:
-                below = tensor if level.born_in is None else lift(tensor, level.born_in)
+                parent = level.entry.parent
+                below = tensor if parent is None else lift(tensor, parent)
                 lifted = level.lift_one_level(below)
         if (
             not level.active  # after its end nothing clears the cache
             or lifted.requires_grad != tensor.requires_grad  # under no_grad it would stay cut
         ):
             return lifted
-        found = level.lift_cache[id(tensor)] = (tensor, lifted)
+        found = cache[id(tensor)] = (tensor, lifted)
     return found[1]
 
 

@@ -86,7 +86,7 @@ class _ActingSubLevels:
 
 def find_level_entered_since(level: Level | None) -> Level | None:
     """The outermost of the active levels that are inside ``level``, or beside it."""
-    known = set() if level is None else {level.root, *level.around}
+    known = set() if level is None else {level.root, *level.entry.around}
     found, now = None, top()
     while now is not None and now.root not in known:
         found, now = now, now.parent

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forall._divergence.vmap_interface import intersect_sets, unite_sets, words
+from forall._divergence.vmap_interface import interface, intersect_sets, unite_sets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ class AliasName:
     def __init__(self, tensor: Any, memory: Any) -> None:
         self.tensor = weakref.ref(tensor)
         self.memory = _nothing if memory is None else weakref.ref(memory)
-        self.kind, self.views = type(tensor), words.views(tensor)
+        self.kind, self.views = type(tensor), interface.is_partial_name(tensor)
         self.pieces: list[_Piece] = []
 
     def find_live_tensor(self) -> Any:
@@ -62,7 +62,7 @@ class AliasName:
         tensor, memory = self.tensor(), self.memory()
         if tensor is not None or memory is None or self.views:
             return tensor
-        return words.renamed(self.kind, memory)
+        return interface.make_new_name(self.kind, memory)
 
     def may_reach_others(self) -> bool:
         """True if a write under this name is possible and may have to reach other tensors."""
@@ -123,7 +123,7 @@ def _pieces_of(tensor: Any) -> list[_Piece]:
 
 
 def _find_name(tensor: Any) -> AliasName:
-    memory = words.memory(tensor)
+    memory = interface.find_alias_family(tensor)
     if memory is None:  # from outside of all lanes
         return AliasName(tensor, None)
     names = memory.names = [name for name in memory.names or () if name.may_reach_others()]
@@ -139,8 +139,8 @@ def propagate_writes() -> None:
 
     The search starts at the memory that was written and visits each memory once for each lane.
     """
-    now = words.now()
-    todo = [(memory, now) for memory in words.changed()]
+    now = interface.get_active_set()
+    todo = [(memory, now) for memory in interface.take_written_families()]
     reached = {id(memory): [now] for memory, _ in todo}
     for memory, lanes in todo:  # it grows
         for name in [*memory.names]:
@@ -148,8 +148,8 @@ def propagate_writes() -> None:
                 rest = _subtract_sets(shared, reached.get(id(twin.memory()), ()))
                 target = None if rest is None else twin.find_live_tensor()
                 if target is not None:
-                    words.put(target, name.find_live_tensor(), rest)
-                    for other in words.changed():
+                    interface.write_examples(target, name.find_live_tensor(), rest)
+                    for other in interface.take_written_families():
                         todo.append((other, rest))
                         reached.setdefault(id(other), []).append(rest)
 

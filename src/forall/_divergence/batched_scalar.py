@@ -33,6 +33,7 @@ from forall._divergence.scalar_semantics import (
     compute_binary,
     find_bounds,
 )
+from forall._divergence.vmap_interface import interface
 from forall._vmap import registry
 from forall._vmap.active_set import active_mask
 from forall._vmap.active_set.merge import is_stale, restrict_to_running
@@ -40,7 +41,7 @@ from forall._vmap.batched_tensor import is_mapped_at_any
 from forall._vmap.failing_example import first_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 Tensor = torch.Tensor
 _SHOWN = 8
@@ -197,26 +198,11 @@ class BatchedScalar:
 
     def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Call a numpy function on each example's number, with numpy's rules for numbers."""
-        return libraries.call_numpy(getattr(func, method), inputs, kwargs)
+        return interface.call_numpy(getattr(func, method), inputs, kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return libraries.call_torch(func, args, kwargs or {})
-
-
-class Libraries:
-    """The functions that run calls and operators of torch and numpy on a `BatchedScalar`.
-
-    `scalar_torch` and `scalar_numpy` define them, and set them here when they are imported.
-    """
-
-    call_torch: Callable[[Any, tuple, dict], Any]
-    operate_with_tensor: Callable[[Any, Any, Any], Any]
-    call_numpy: Callable[[Any, tuple, dict], Any]
-    operate_with_array: Callable[[Any, Any, Any], Any]
-
-
-libraries = Libraries()
+        return interface.call_torch(func, args, kwargs or {})
 
 
 def _values(t: Tensor) -> Tensor:
@@ -299,9 +285,9 @@ def _binary(op: Any, a: Any, b: Any) -> Any:
 
 def _operate_with_stranger(op: Any, a: Any, b: Any, n: Any) -> Any:
     if isinstance(n, Tensor):
-        return libraries.operate_with_tensor(op, a, b)
+        return interface.operate_with_tensor(op, a, b)
     if hasattr(n, "__array_interface__"):
-        return libraries.operate_with_array(op, a, b)
+        return interface.operate_with_array(op, a, b)
     if isinstance(n, (int, float, complex)):
         return call_per_lane(op, a, b)  # of a subclass, with operators of its own
     return NotImplemented

@@ -16,7 +16,7 @@ from forall._divergence.thread_state import (
     thread,
 )
 from forall._divergence.varying import Varying
-from forall._divergence.vmap_interface import intersect_sets, unite_sets, words
+from forall._divergence.vmap_interface import interface, intersect_sets, unite_sets
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), tuple})
 
@@ -47,10 +47,10 @@ def evaluate_lane_test(test: Any, again: bool = False) -> Any:
         if hasattr(kind.__bool__, "__code__"):  # the class overrides it
             return evaluate_lane_test(thread.call(kind.__bool__, test))
         test = unwrap_posed(test)
-    if isinstance(test, words.Tensor) or kind is words.Number:
+    if isinstance(test, interface.Tensor) or kind is interface.BatchedScalar:
         if stack.late is not None:
             stack.late()
-        return words.again(test) if again else words.asked(test)
+        return interface.evaluate_test(test) if again else interface.evaluate_users_test(test)
     if kind is Varying:
         return _evaluate_parts(test.running_parts())
     if thread.mixed and id(test) in thread.mixed:
@@ -64,7 +64,7 @@ def evaluate_lane_test(test: Any, again: bool = False) -> Any:
 
 
 def _restrict_test(yes: Any, no: Any) -> Any:
-    now = words.now()
+    now = interface.get_active_set()
     yes, no = intersect_sets(yes, now), intersect_sets(no, now)
     if yes is None or no is None:
         return no is None
@@ -74,7 +74,7 @@ def _restrict_test(yes: Any, no: Any) -> Any:
 def _evaluate_parts(parts: Parts) -> Any:
     yes, no = [], []
     for world, value in parts:
-        running = words.running(world)
+        running = interface.run_active_set(world)
         with running:
             answer = evaluate_lane_test(value)
         if type(answer) is bool:
@@ -158,7 +158,7 @@ def evaluate_any_or_all(items: Any, *, stop: bool) -> Any:
             t.run_only(on)
         else:
             stop = not stop
-        rest = words.now(), region.capture_writes()
+        rest = interface.get_active_set(), region.capture_writes()
         t.leave_sets(depth)
         if done:
             region.join_writes([*done, rest])

@@ -18,7 +18,6 @@ from forall._divergence import pure_call, subscripts
 from forall._divergence.heap import CONTAINERS, Unsplittable, slot_of
 from forall._divergence.join import merge
 from forall._divergence.report import Report
-from forall._divergence.report_records import Function
 from forall._divergence.thread_state import ThreadState, close_down_to, run_each_set, thread
 from forall._divergence.user_code import (
     OTHERS,
@@ -32,7 +31,7 @@ from forall._divergence.varying import (
     has_varying,
     resolve_deep,
 )
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 from forall._vmap.fast_path.operators import call_on_stacks
 
 OVERRIDDEN: dict[Any, Callable] = {}  # replacements of builtins (see `py_builtins`)
@@ -149,7 +148,7 @@ def call_in_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
             close_down_to(t, top)
     except BaseException:
         if t.failed is None:
-            t.failed = words.now()
+            t.failed = interface.get_active_set()
         t.leave_sets(depth)
         t.top, t.parted = top, parted
         raise
@@ -166,9 +165,9 @@ def _make_plan(f: types.FunctionType) -> Any:
 
 
 def _find_library_plan(f: types.FunctionType) -> Any:
-    """Return the plan of another library's function: converted only if `thread.deeply` is set."""
-    thread.met_others = True
-    if not thread.deeply:
+    """Return the plan of another library's function, which is converted only on demand."""
+    thread.libraries.were_called = True
+    if not thread.libraries.are_converted:
         return OPAQUE
     plan = _deep_plans.get(f.__code__)
     if plan is None:
@@ -185,7 +184,7 @@ def _convert_plan(f: types.FunctionType) -> Any:
         return OPAQUE
     if thread.report is not None:
         code = f.__code__
-        thread.report.converted[code] = Function(f.__name__, SourceLine.from_code(code).near())
+        thread.report.note_function(code, f.__name__, SourceLine.from_code(code))
     return plan
 
 
@@ -200,8 +199,8 @@ def find_converted_template(f: types.FunctionType) -> Any:
 def report_refusal(f: types.FunctionType, refused: Refusal) -> None:
     """Report a function that cannot be converted."""
     file, _, line = refused.place.rpartition(":")
-    place = SourceLine(file, int(line)).near()
-    thread.report.refused[f.__code__] = Function(f.__name__, place, refused.reason)
+    place = SourceLine(file, int(line))
+    thread.report.note_function(f.__code__, f.__name__, place, refused.reason)
 
 
 @contextmanager
@@ -238,7 +237,7 @@ def _call_builtin(f: Any, args: tuple, kwargs: dict) -> Any:
         args = tuple(wrap_converted(a) if isinstance(a, types.FunctionType) else a for a in args)
     if type(owner) in CONTAINERS:
         return _call_container_method(f, owner, args, kwargs)
-    if isinstance(owner, words.Tensor):
+    if isinstance(owner, interface.Tensor):
         return _call_tensor_method(f, owner, args, kwargs)
     if slot_of(owner) is not None:
         return call_unconverted(f, args, kwargs, owners=(owner,))
@@ -289,13 +288,13 @@ def _call_tensor_method(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
 
 def _has_numbers_for_ints(f: Any, given: tuple) -> bool:
     """Return True if a call has numbers of the examples where torch would ask for one int."""
-    return f.__name__ in ASKS_FIRST and any(type(v) is words.Number for v in given)
+    return f.__name__ in ASKS_FIRST and any(type(v) is interface.BatchedScalar for v in given)
 
 
 def _call_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:
     """Call ``f(*args)``, which torch's function modes see as ``func(*operands)``."""
     if _has_numbers_for_ints(f, (*operands, *kwargs.values())):
-        return words.mean(func, operands, kwargs)
+        return interface.call_torch(func, operands, kwargs)
     found = call_on_stacks(func, operands, kwargs)
     return f(*args, **kwargs) if found is None else found
 
@@ -344,12 +343,12 @@ def call_unconverted(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> A
                 return _call_per_set(f, args, kwargs, owners, worlds)
     if type(f) is types.BuiltinFunctionType and _is_torch_function(f):
         if f.__name__ not in LOOKS or _has_numbers_for_ints(f, (*args, *kwargs.values())):
-            if isinstance(getattr(f, "__self__", None), words.Tensor):
+            if isinstance(getattr(f, "__self__", None), interface.Tensor):
                 return f(*args, **kwargs)
             if f not in OVERRIDDEN and f not in PASSED_ON:
                 _of_torch_alone.add(f)
             return _call_torch(f, f, args, args, kwargs)
-        return words.apart(lambda: f(*args, **kwargs), merge)
+        return interface.run_per_group(lambda: f(*args, **kwargs), merge)
     if _has_iterator((*owners, *args, *kwargs.values())):
         return _call_consuming(f, args, kwargs)
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
@@ -403,14 +402,14 @@ def _take_snapshot(f: Any, args: tuple, kwargs: dict) -> PythonSnapshot | None:
             given.append(a)
         elif not isinstance(a, bytearray):
             given += a.values() if isinstance(a, dict) else a
-    given = [a for a in given if not isinstance(a, words.Tensor)]
+    given = [a for a in given if not isinstance(a, interface.Tensor)]
     known = slot_of(getattr(f, "__self__", None)) is not None  # whose slot is one of those noted
     return PythonSnapshot(getattr(f, "__func__", len) if known else f, given)
 
 
 def _is_torch_function(f: Any) -> bool:
     owner = getattr(f, "__self__", None)
-    if isinstance(owner, words.Tensor):
+    if isinstance(owner, interface.Tensor):
         return True
     module = getattr(f, "__module__", None) or getattr(owner, "__name__", "") or ""
     return module.startswith("torch")

@@ -33,7 +33,7 @@ from forall._divergence.loop_region import LoopRegion
 from forall._divergence.predicated_if import run_predicated_if
 from forall._divergence.thread_state import Region, close_down_to, thread
 from forall._divergence.varying import Varying
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.fast_path.operators import evaluate_fused, make_operators
 
@@ -88,7 +88,7 @@ class Frame(Region):
             self.returned = []
             self.apart += 1
             self.t.parted += 1
-        self.returned.append((words.now(), value, self.capture_writes()))
+        self.returned.append((interface.get_active_set(), value, self.capture_writes()))
         self.dead = True
 
     def result(self, value: Any = None) -> Any:
@@ -97,7 +97,7 @@ class Frame(Region):
         if parts is None:
             return value
         if not self.dead:
-            parts.append((words.now(), value, self.capture_writes()))
+            parts.append((interface.get_active_set(), value, self.capture_writes()))
         self.t.leave_sets(self.depth)
         self.join_writes([(w, written) for w, _, written in parts])
         self.t.parted -= 1
@@ -155,7 +155,7 @@ class Frame(Region):
             return a.each(lambda v: self.same(v, b, wanted))
         if type(b) is Varying:
             return b.each(lambda v: self.same(a, v, wanted))
-        if type(a) is words.Number and a.kind is bool and type(b) is bool:
+        if type(a) is interface.BatchedScalar and a.kind is bool and type(b) is bool:
             return a == b if wanted else a != b  # there is one True
         return (a is b) is wanted
 
@@ -251,7 +251,7 @@ class Frame(Region):
     def unmark(self, mark: tuple) -> None:
         top, parted = mark
         failed, self.t.failed = self.t.failed, None
-        if self.t.parted != parted or (failed is not None and failed != words.now()):
+        if self.t.parted != parted or (failed is not None and failed != interface.get_active_set()):
             raise Unsplittable("an exception was caught that only some examples raised")
         if self.t.top is not top:
             close_down_to(self.t, top)

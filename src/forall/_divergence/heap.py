@@ -24,7 +24,7 @@ from forall._divergence.join import (
     merge,
     restrict_parts,
 )
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 
 CONTAINERS: dict[type, Any] = {}
 
@@ -108,7 +108,7 @@ class HeapSlot:
 
 
 def _restrict_varying(value: Any) -> Any:
-    return merge([(words.now(), value)]) if hasattr(type(value), "varies") else value
+    return merge([(interface.get_active_set(), value)]) if hasattr(type(value), "varies") else value
 
 
 class AttributeSlot(HeapSlot):
@@ -321,5 +321,5 @@ def slot_of(owner: Any) -> HeapSlot | None:
 
 def find_active_contents(split: Split) -> Parts:
     """Return the contents of a mixed object for the lanes that run now."""
-    inner = split.restrict_to(words.now())
-    return inner.parts if type(inner) is Split else [(words.now(), inner)]
+    inner = split.restrict_to(interface.get_active_set())
+    return inner.parts if type(inner) is Split else [(interface.get_active_set(), inner)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from forall._divergence.join import UNDEFINED, merge
 from forall._divergence.thread_state import Region
-from forall._divergence.vmap_interface import unite_sets, words
+from forall._divergence.vmap_interface import interface, unite_sets
 
 ONCE = (None,)
 
@@ -72,7 +72,7 @@ class IfRegion(Region):
             self.frame.dead = False
             return None
         values = [names.get(name, UNDEFINED) for name in self.joins]
-        return words.now(), values, self.capture_writes()
+        return interface.get_active_set(), values, self.capture_writes()
 
     def _reconverge(self, parts: list) -> list[Any]:
         t = self.t
@@ -95,8 +95,8 @@ class IfRegion(Region):
 def reconverge_lanes(region: Region, together: Any, parts: list) -> list[Any]:
     """Let the lanes ``together`` run from here on; join their writes and their names' values."""
     t = region.t
-    if words.now() - together is not None:
-        running = words.running(together)
+    if interface.get_active_set() - together is not None:
+        running = interface.run_active_set(together)
         running.__enter__()
         t.entered.append(running)
     region.join_writes([(w, written) for w, _, written in parts])

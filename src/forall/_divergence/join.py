@@ -16,7 +16,7 @@ from forall._compat.tensor_subclass import (
     unwrap_posed,
 )
 from forall._divergence import aliases, scalar_storage
-from forall._divergence.vmap_interface import intersect_sets, unite_sets, words
+from forall._divergence.vmap_interface import interface, intersect_sets, unite_sets
 
 Parts = list[tuple[Any, Any]]  # disjoint active sets, and the values of their lanes
 
@@ -52,13 +52,13 @@ def merge(parts: Parts) -> Any:
     if not groups:
         return UNDEFINED
     covered = unite_sets([w for w, _ in groups])
-    if words.now() - covered is not None:
+    if interface.get_active_set() - covered is not None:
         return _make_varying(groups)
     if len(groups) == 1:
         return groups[0][1]
     try:
         found = _merge_values(groups)
-    except words.Undefined:  # an object made after some lanes left: they do not have it
+    except interface.UndefinedForExamples:  # an object made after some lanes left
         groups = [(w, v) for w, v in groups if _is_available(w, v)]
         return _make_varying(groups) if groups else UNDEFINED
     return _make_varying(groups) if found is UNDEFINED else found
@@ -67,12 +67,12 @@ def merge(parts: Parts) -> Any:
 def _is_available(world: Any, value: Any) -> bool:
     """True if all lanes of an active set have this value."""
     try:
-        with words.running(world):
-            if type(value) is words.Number:
+        with interface.run_active_set(world):
+            if type(value) is interface.BatchedScalar:
                 _ = value.tensor
-            elif isinstance(value, words.Tensor):
+            elif isinstance(value, interface.Tensor):
                 value.detach()
-    except words.Undefined:
+    except interface.UndefinedForExamples:
         return False
     return True
 
@@ -104,7 +104,7 @@ def _merge_values(parts: Parts) -> Any:
     """Join values into one for all lanes, or return UNDEFINED."""
     values = [v for _, v in parts]
     first = values[0]
-    if isinstance(first, words.Tensor):
+    if isinstance(first, interface.Tensor):
         return merge_tensors(parts) if all(_is_alike(first, v) for v in values[1:]) else UNDEFINED
     if _number_type(first) is not None:
         return _merge_numbers(parts)
@@ -120,7 +120,7 @@ def _merge_values(parts: Parts) -> Any:
 def merge_tensors(parts: Parts) -> Any:
     """Join tensors into one for all lanes, and note its aliases in the loop."""
     bares = [(w, unwrap_posed(t)) for w, t in parts] if posing.used else parts
-    joined = words.joined(bares)
+    joined = interface.join_tensors(bares)
     aliases.note_join(joined, bares)
     if bares is parts or all(b is t for (_, b), (_, t) in zip(bares, parts, strict=True)):
         return joined
@@ -139,7 +139,7 @@ def _give_class(joined: Any, parts: Parts) -> Any:
 
 
 def _is_alike(a: Any, b: Any) -> bool:
-    if not isinstance(b, words.Tensor):
+    if not isinstance(b, interface.Tensor):
         return False
     if type(a) is not type(b) and get_users_class(a) is not get_users_class(b):
         return False
@@ -152,7 +152,7 @@ def _is_alike(a: Any, b: Any) -> bool:
 def _number_type(value: Any) -> type | None:
     """Return the type of a Python number or a Number; None for other values."""
     kind = type(value)
-    if kind is words.Number:
+    if kind is interface.BatchedScalar:
         return value.kind
     return kind if kind in NUMBERS else None
 
@@ -166,10 +166,11 @@ def _merge_numbers(parts: Parts) -> Any:
         return values[0]
     if kind is int and any(type(v) is int and not -(2**63) <= v < 2**63 for v in values):
         return UNDEFINED
-    if words.told is not None and all(type(v) is kind for v in values):
-        return words.Number(words.told(parts, _DTYPES[kind]))
+    if all(type(v) is kind for v in values):
+        return interface.BatchedScalar(interface.join_numbers(parts, _DTYPES[kind]))
     numbers = scalar_storage.move_to_one_device([_number_to_tensor(v, kind) for v in values])
-    return words.Number(words.joined([(w, t) for (w, _), t in zip(parts, numbers, strict=True)]))
+    joined = interface.join_tensors([(w, t) for (w, _), t in zip(parts, numbers, strict=True)])
+    return interface.BatchedScalar(joined)
 
 
 def _is_same_number(a: Any, b: Any) -> bool:
@@ -182,7 +183,9 @@ def _is_same_number(a: Any, b: Any) -> bool:
 
 def _number_to_tensor(value: Any, kind: Any) -> Any:
     """Return a number as a tensor, without a check that it is of the lanes that run."""
-    return value.whole if type(value) is words.Number else torch.tensor(value, dtype=_DTYPES[kind])
+    if type(value) is interface.BatchedScalar:
+        return value.whole
+    return torch.tensor(value, dtype=_DTYPES[kind])
 
 
 def _merge_tuples(parts: Parts) -> Any:
@@ -200,7 +203,7 @@ def unify_varying(value: Any, peek: Any = lambda _, v: v) -> Any:
     """
     if not hasattr(type(value), "varies"):
         return value
-    parts = [(w, peek(w, v)) for w, v in restrict_parts(value.parts, words.now())]
+    parts = [(w, peek(w, v)) for w, v in restrict_parts(value.parts, interface.get_active_set())]
     first = parts[0][1]
     if any(type(v) is not type(first) for _, v in parts):
         return value

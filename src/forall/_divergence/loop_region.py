@@ -11,33 +11,49 @@ from forall._divergence.if_region import ONCE, reconverge_lanes
 from forall._divergence.join import UNDEFINED
 from forall._divergence.subscripts import make_stepper, watch
 from forall._divergence.thread_state import Region
-from forall._divergence.vmap_interface import unite_sets, words
+from forall._divergence.vmap_interface import interface, unite_sets
 from forall._vmap.concretize_listeners import notify_listeners
 
 EMPTY: dict[str, Any] = {}
 
 
-class LoopRegion(Region):
-    """A loop, from before its first test to the point where all lanes that left it reconverge.
+class BodyExits:
+    """The lanes that left the body of a loop, by the way they left it.
 
-    A part is (lanes, values of the names, their writes). There are parts that left because the test
-    failed, parts that ran ``break``, and parts that wait for the next iteration.
+    A part is (lanes, values of the names, their writes). There are parts for which the test
+    ``failed``, parts that ran ``break``, and parts that wait for the next iteration. If all lanes
+    leave together they are no part, and a flag says how.
     """
 
-    __slots__ = (
-        "all_broke", "all_wait", "apart", "broken", "frame", "holes", "left", "names", "noted",
-        "parting", "varying", "waiting",
-    )  # fmt: skip
+    __slots__ = ("all_broke", "all_wait", "broken", "failed", "waiting")
+
+    def __init__(self) -> None:
+        self.failed: list = []
+        self.broken: list = []
+        self.waiting: list = []
+        self.all_broke = self.all_wait = False
+
+    def take_waiting(self) -> list:
+        parts, self.waiting = self.waiting, []
+        return parts
+
+    def take_failed(self) -> list:
+        parts, self.failed = self.failed, []
+        return parts
+
+
+class LoopRegion(Region):
+    """A loop, from before its first test to the point where all lanes that left it reconverge."""
+
+    __slots__ = ("apart", "exits", "frame", "holes", "names", "noted", "parting", "varying")
 
     def __init__(self, frame: Any, names: tuple[str, ...]) -> None:
         self.frame = frame
         self.names = names
         Region.__init__(self, frame.t)
-        self.apart = self.all_broke = self.all_wait = self.varying = self.holes = False
+        self.apart = self.varying = self.holes = False
         self.parting: Any = None
-        self.left: list = []
-        self.broken: list = []
-        self.waiting: list = []
+        self.exits = BodyExits()
 
     def _begin(self) -> None:
         """Note that lanes have diverged from here on."""
@@ -48,7 +64,7 @@ class LoopRegion(Region):
 
     def _leave_loop(self, names: dict[str, Any], world: Any = None) -> Any:
         values = [names.get(name, UNDEFINED) for name in self.names]
-        return words.now() if world is None else world, values, self.capture_writes()
+        return interface.get_active_set() if world is None else world, values, self.capture_writes()
 
     # --- the test
 
@@ -67,7 +83,7 @@ class LoopRegion(Region):
         on, out = self.parting
         self.parting = None
         self._begin()
-        self.left.append(self._leave_loop(names, out))
+        self.exits.failed.append(self._leave_loop(names, out))
         self.t.leave_sets(self.depth)
         self.t.run_only(on)
         return True
@@ -103,28 +119,27 @@ class LoopRegion(Region):
     def note_break(self, names: dict[str, Any] | None) -> None:
         self.frame.dead = True
         if names is None:
-            self.all_broke = True
+            self.exits.all_broke = True
         else:
             self._begin()
-            self.broken.append(self._leave_loop(names))
+            self.exits.broken.append(self._leave_loop(names))
 
     def note_continue(self, names: dict[str, Any] | None) -> None:
         self.frame.dead = True
         if names is None:
-            self.all_wait = True
+            self.exits.all_wait = True
         else:
             self._begin()
-            self.waiting.append(self._leave_loop(names))
+            self.exits.waiting.append(self._leave_loop(names))
 
     def rejoin(self, names: dict[str, Any]) -> list[Any]:
         """Join the lanes that wait for the next iteration with those at the end of the body."""
-        parts, self.waiting = self.waiting, []
-        return self._reconverge(parts, names)
+        return self._reconverge(self.exits.take_waiting(), names)
 
     def has_next_round(self) -> bool:
         """True if any lanes run the next iteration."""
-        if self.all_wait:
-            self.all_wait = self.frame.dead = False
+        if self.exits.all_wait:
+            self.exits.all_wait = self.frame.dead = False
         return not self.frame.dead
 
     # --- after the loop
@@ -134,20 +149,17 @@ class LoopRegion(Region):
         """A loop of one trip if any lanes run the ``else``, else an empty one."""
         if self.apart:
             return () if self.frame.dead else ONCE
-        return () if self.all_broke or self.frame.dead else ONCE
+        return () if self.exits.all_broke or self.frame.dead else ONCE
 
     def finish(self, names: dict[str, Any]) -> list[Any]:
         """Join all lanes that left the loop."""
-        parts = self.left + self.broken
-        self.broken = []
-        values = self._reconverge(parts, names)
+        values = self._reconverge(self.exits.failed + self.exits.broken, names)
         self._end()
         return values
 
     def finish_normal(self, names: dict[str, Any]) -> list[Any]:
         """Join the lanes that left because the test failed; they run the ``else``."""
-        parts, self.left = self.left, []
-        return self._reconverge(parts, names)
+        return self._reconverge(self.exits.take_failed(), names)
 
     def join_broken(self, names: dict[str, Any]) -> list[Any]:
         """Join the lanes that ran ``break`` with those that ran the ``else``."""
@@ -155,7 +167,7 @@ class LoopRegion(Region):
 
     def close_uniform(self) -> None:
         """End a loop in which lanes never diverged."""
-        if self.all_broke:
+        if self.exits.all_broke:
             self.frame.dead = False
         self.close()
 
@@ -163,7 +175,7 @@ class LoopRegion(Region):
         self.frame.apart -= 1
         self.t.parted -= 1
         self.close()
-        self.left, self.broken, self.waiting, self.noted = [], [], [], EMPTY
+        self.exits, self.noted = BodyExits(), EMPTY
 
     def _reconverge(self, parts: list, names: dict[str, Any]) -> list[Any]:
         if not self.frame.dead:

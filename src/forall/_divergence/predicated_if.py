@@ -26,6 +26,7 @@ from forall._vmap.fast_path.raw_stack import (
     RawStack,
     can_use_raw_stacks,
 )
+from forall._vmap.vmap_level import VmapLevel
 
 Tensor = torch.Tensor
 _tries: dict[int, int] = {}  # by site, how often a run may still fail midway
@@ -52,7 +53,7 @@ def run_predicated_if(site: int, test: Any, yes: Any, no: Any, joins: Any, local
     ):
         return None
     level: Any = stack.top
-    if level.parent is not None or not getattr(level, "parts", False):
+    if level.parent is not None or not isinstance(level, VmapLevel) or not level.config.diverges:
         return None
     with functions_off(), no_dispatch():
         try:

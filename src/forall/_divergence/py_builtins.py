@@ -20,14 +20,14 @@ from forall._divergence.branch_tests import (
 from forall._divergence.join import merge
 from forall._divergence.thread_state import thread
 from forall._divergence.varying import Varying, has_varying
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 from forall._vmap.fast_path.operators import evaluate_fused, make_operators
 
 plus = make_operators()["add"]
 
 
 def _is_per_lane(value: Any) -> bool:
-    return type(value) is words.Number or isinstance(value, words.Tensor)
+    return type(value) is interface.BatchedScalar or isinstance(value, interface.Tensor)
 
 
 def _has_per_lane(values: Any) -> bool:
@@ -42,7 +42,7 @@ def _range(*args: Any) -> Any:
     if _has_loose(args):
         return converted_call.call_unconverted(range, args, {})
     if _has_per_lane(args):
-        return words.apart(lambda: range(*args), merge)
+        return interface.run_per_group(lambda: range(*args), merge)
     return range(*args)
 
 
@@ -50,7 +50,7 @@ def _len(value: Any) -> Any:
     if _has_loose((value,)):
         return subscripts.run_per_set((value,), lambda: len(subscripts.resolve_varying(value)))
     own = getattr(type(value), "__len__", None)
-    if isinstance(own, types.FunctionType) and not isinstance(value, words.Tensor):
+    if isinstance(own, types.FunctionType) and not isinstance(value, interface.Tensor):
         return converted_call.call_converted(own, value)
     return len(value)
 
@@ -72,7 +72,7 @@ def _type(*args: Any, **kwargs: Any) -> Any:
     if len(args) == 1:
         if type(args[0]) is Varying:
             return args[0].each(_type)
-        return args[0].kind if type(args[0]) is words.Number else type(args[0])
+        return args[0].kind if type(args[0]) is interface.BatchedScalar else type(args[0])
     return converted_call.call_unconverted(type, args, kwargs)
 
 
@@ -85,7 +85,7 @@ def _make_min_or_max(name: str) -> Callable:
         if _has_loose(args):
             return converted_call.call_unconverted(builtin, args, kwargs)
         values = args[0] if len(args) == 1 else args
-        if isinstance(values, words.Tensor) or type(values) in (set, dict, str):
+        if isinstance(values, interface.Tensor) or type(values) in (set, dict, str):
             return converted_call.call_unconverted(builtin, args, kwargs)
         values = list(values)
         key = kwargs.get("key")
@@ -115,10 +115,10 @@ def _make_conversion(kind: type) -> Callable:
     def convert(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
             (x,) = args
-            if isinstance(x, words.Tensor):
+            if isinstance(x, interface.Tensor):
                 x = x.item()
-            if type(x) is words.Number:
-                return words.convert(x, kind)
+            if type(x) is interface.BatchedScalar:
+                return interface.convert_number(x, kind)
         return converted_call.call_unconverted(kind, args, kwargs)
 
     return convert
@@ -131,7 +131,7 @@ def _make_math_function(f: Callable) -> Callable:
         if _has_loose((*args, *kwargs.values())):
             return converted_call.call_unconverted(f, args, kwargs)
         args = tuple(list(a) if hasattr(type(a), "__next__") else a for a in args)
-        return words.calculate(f, args, kwargs)
+        return interface.call_math(f, args, kwargs)
 
     return calculate
 
@@ -140,7 +140,7 @@ def _sum(values: Any, /, start: Any = 0) -> Any:
     """Replace ``sum``: use ``+`` if there are tensors among the items of a list."""
     if _has_loose((values, start)) or type(values) not in (list, tuple):
         return converted_call.call_unconverted(sum, (values, start), {})
-    if not any(isinstance(v, words.Tensor) for v in values):
+    if not any(isinstance(v, interface.Tensor) for v in values):
         return converted_call.call_unconverted(sum, (values, start), {})
     found = evaluate_fused(_add_up_values, (start, *values))
     return functools.reduce(plus, values, start) if found is None else found
@@ -220,7 +220,7 @@ def _setattr(x: Any, name: str, value: Any) -> None:
 
 def _print(*args: Any, **kwargs: Any) -> None:
     """Replace ``print``: show numbers for all lanes at once, without divergence."""
-    shown = (repr(a) if type(a) is words.Number else a for a in args)
+    shown = (repr(a) if type(a) is interface.BatchedScalar else a for a in args)
     converted_call.call_unconverted(print, tuple(shown), kwargs)
 
 

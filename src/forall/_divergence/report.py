@@ -23,22 +23,24 @@ class Report:
 
     partings: list[Parting] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    refused: dict[Any, Function] = field(default_factory=dict)  # by code object
-    converted: dict[Any, Function] = field(default_factory=dict)
+    functions: dict[Any, Function] = field(default_factory=dict)  # by code object, and if converted
     again: Counter[str] = field(default_factory=Counter)  # calls rerun for each group
     ways: list[str] = field(default_factory=list)  # how the call ran, in words, one after another
     groups: list[int] = field(default_factory=list)  # how many examples each one has
     scalar: set[SourceLine] = field(default_factory=set)  # where scalar code begins
-    call: Any = None  # the function, and how many examples it has
-    level: Any = None
+    level: Any = None  # of the last run of the whole function, or of a part of its examples
     _first: dict[SourceLine, Any] = field(default_factory=dict)  # the first test at each line
     _began: Any = None
+    # The snapshot, None once examples run one by one, and how many groups there were.
     _before_groups: Any = None
-    _in_turn: bool = False
     writes = False
     is_idle = False
 
     def give_up(self, why: str) -> None: ...
+
+    def note_function(self, code: Any, name: str, place: SourceLine, why: str = "") -> None:
+        """Note a function that was converted, or that could not be for this reason."""
+        self.functions[code, not why] = Function(name, place.near(), why)
 
     def note_divergence(
         self, construct: str, sizes: tuple[int, ...], filename: str, line: int
@@ -82,7 +84,6 @@ class Report:
 
     def begin_run(self, level: Any) -> None:
         self.level, self._first, self._began = level, {}, self.take_snapshot()
-        self.call = level.origin.call.func, level.origin.size
 
     def note_run(self, how: str) -> None:
         self.ways.append(f"{how}, all examples in one run")
@@ -99,7 +100,6 @@ class Report:
 
     def begin_groups(self) -> None:
         self._before_groups = self.take_snapshot(), len(self.groups)
-        self._in_turn = False
 
     def note_group(self, size: int) -> None:
         """Note that a group of this size has run."""
@@ -117,12 +117,12 @@ class Report:
         self.restore_snapshot(mark)
         del self.groups[groups:]
         self.ways.append(f"in groups, undone: {UNDOES}")
-        self._in_turn = True
+        self._before_groups = None, groups
 
     def end_groups(self) -> None:
-        before = self._before_groups[1]
+        mark, before = self._before_groups
         sizes = self.groups[before:]
-        if self._in_turn:
+        if mark is None:
             del self.groups[before:]
             self.ways.append(f"one example after another: {len(sizes)} examples")
         else:

@@ -23,7 +23,6 @@ from forall._divergence.report import Report
 from forall._divergence.thread_state import ConvertedRun, thread
 from forall._divergence.user_code import is_library_code
 from forall._divergence.varying import Varying
-from forall._divergence.vmap_interface import install_interface, words
 
 
 class _Runtime:
@@ -106,6 +105,4 @@ __all__ = [
     "merge",
     "unify_varying",
     "thread",
-    "install_interface",
-    "words",
 ]

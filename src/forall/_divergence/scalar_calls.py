@@ -27,11 +27,12 @@ from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.join import UNDEFINED, merge
 from forall._divergence.scalar_semantics import DTYPES
 from forall._divergence.thread_state import thread
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 from forall._vmap.active_set.active_mask import ActiveSet
 from forall._vmap.active_set.merge import is_stale, restrict_to_running
 from forall._vmap.active_set.sub_level import select_sub_level
 from forall._vmap.concretize import read_answers
+from forall._vmap.vmap_level import VmapLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,7 +96,7 @@ def _attempt(code: CodeType, run: Callable[[], Any]) -> Any:
     """Call ``run``; return None if it fails, so that the code runs as it is written."""
     try:
         return run()
-    except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
+    except (Exception, interface.UndefinedForExamples):  # noqa: BLE001 - run as written it tells why
         _tries[code] = _tries.get(code, _TRIES) - 1
         return None
 
@@ -111,7 +112,7 @@ def _may_diverge() -> bool:
         return False
     level: Any = stack.top
     while level is not None:
-        if getattr(level, "limit", None) is not None or not getattr(level, "parts", True):
+        if isinstance(level, VmapLevel) and (level.state.limit or not level.config.diverges):
             return False
         level = level.parent
     return True
@@ -126,7 +127,7 @@ def _is_pure(function: FunctionType) -> bool:
         is_same = cells is None or all(map(is_, cells, before))
         if is_same and (bindings is None or bindings.hold(function)):
             return bindings is not None
-    bindings = words.bindings_of(function)
+    bindings = interface.find_pure_bindings(function)
     if bindings is not None and bindings.tensors:
         bindings = None
     if bindings is None and cells is not None:  # another closure of this code may qualify

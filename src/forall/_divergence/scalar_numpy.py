@@ -9,7 +9,7 @@ import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._divergence import scalar_storage
-from forall._divergence.batched_scalar import BatchedScalar, libraries
+from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.scalar_semantics import DTYPES, KINDS
 
 
@@ -90,6 +90,3 @@ def _on_stacks(func: Any, inputs: tuple) -> Any:
         for out, dtype in zip(outs, dtypes, strict=True)
     )
     return numbers if isinstance(found, tuple) else numbers[0]
-
-
-libraries.call_numpy, libraries.operate_with_array = call_numpy_on_scalars, operate_with_array

@@ -17,7 +17,7 @@ from forall._compat.devices import find_new_device
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.versions import HAS_BOUNDS_WITHIN
 from forall._divergence import scalar_storage
-from forall._divergence.batched_scalar import BatchedScalar, libraries
+from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.scalar_semantics import DTYPES, widest_type
 
 if TYPE_CHECKING:
@@ -426,6 +426,3 @@ _PLACES: dict[str, Callable] = {
     "linspace": _convert_spaced,
     "logspace": _convert_spaced,
 }
-
-
-libraries.call_torch, libraries.operate_with_tensor = call_with_numbers, operate_with_tensor

@@ -16,7 +16,7 @@ from forall._divergence.heap import (
 from forall._divergence.join import Parts, merge, restrict_parts
 from forall._divergence.thread_state import run_each_set, thread
 from forall._divergence.varying import Varying, find_uniform_sets, resolve_varying
-from forall._divergence.vmap_interface import unite_sets, words
+from forall._divergence.vmap_interface import interface, unite_sets
 
 PLAIN_KEYS = frozenset({int, str, type(None), bool})
 BUILTIN = frozenset({list, tuple, dict, str, range})
@@ -57,15 +57,15 @@ def get_item(x: Any, key: Any) -> Any:
     if type(key) in PLAIN_KEYS:
         return x[key]
     own = getattr(kind, "__getitem__", None)
-    if hasattr(own, "__code__") and not isinstance(x, words.Tensor):
+    if hasattr(own, "__code__") and not isinstance(x, interface.Tensor):
         return thread.call(own, x, key)
-    return words.apart(lambda: x[key], merge) if _may_differ(key) else x[key]
+    return interface.run_per_group(lambda: x[key], merge) if _may_differ(key) else x[key]
 
 
 def _look_up(x: Any, key: Any) -> Any:
     """Return an item of a builtin container by a key that may differ between lanes."""
     if _may_differ(key):
-        return words.apart(lambda: x[_concretize_key(key)], merge)
+        return interface.run_per_group(lambda: x[_concretize_key(key)], merge)
     return x[key]
 
 
@@ -76,12 +76,12 @@ def _may_differ(key: Any) -> bool:
         return any(_may_differ(v) for v in (key.start, key.stop, key.step))
     if kind is tuple or kind is list:
         return any(_may_differ(v) for v in key)
-    return kind is words.Number or isinstance(key, words.Tensor)
+    return kind is interface.BatchedScalar or isinstance(key, interface.Tensor)
 
 
 def _concretize_key(key: Any) -> Any:
     """Return the key as a Python number. If lanes have different ones, they diverge."""
-    return key.concretize() if type(key) is words.Number else key
+    return key.concretize() if type(key) is interface.BatchedScalar else key
 
 
 def contains(item: Any, container: Any) -> Any:
@@ -92,11 +92,11 @@ def contains(item: Any, container: Any) -> Any:
             (item, container), lambda: contains(resolve_varying(item), resolve_varying(container))
         )
     if (
-        isinstance(item, words.Tensor)
-        or type(item) is words.Number
+        isinstance(item, interface.Tensor)
+        or type(item) is interface.BatchedScalar
         or type(container) in (list, tuple)
     ):
-        return words.apart(lambda: item in container, merge)
+        return interface.run_per_group(lambda: item in container, merge)
     return item in container
 
 
@@ -121,7 +121,7 @@ def store_item(value: Any, x: Any, key: Any) -> None:
     if thread.loose and (type(x) is Varying or type(key) is Varying or is_mixed(x)):
         run_per_set((x, key), lambda: store_item(value, resolve_varying(x), resolve_varying(key)))
         return
-    if isinstance(x, words.Tensor):
+    if isinstance(x, interface.Tensor):
         if thread.loose and type(value) is Varying:
             run_per_set((value,), lambda: store_item(resolve_varying(value), x, key))
             return
@@ -157,7 +157,7 @@ def run_changing(owners: Any, run: Callable[[], Any], state: PythonSnapshot | No
     """
     slots = [slot for slot in map(slot_of, owners) if slot is not None]
     if not slots and state is None:
-        return words.apart(run, merge)
+        return interface.run_per_group(run, merge)
     t = thread
     if t.parted:
         for slot in slots:
@@ -184,7 +184,7 @@ def run_changing(owners: Any, run: Callable[[], Any], state: PythonSnapshot | No
         check(True)
         return merge([(w, result) for w, (result, _) in parts]), None
 
-    result, _ = words.apart(run_and_read, join)
+    result, _ = interface.run_per_group(run_and_read, join)
     check(t.parted > 0)
     return result
 
@@ -239,7 +239,11 @@ def make_stepper(iterable: Any) -> Callable[[], tuple] | None:
     kind = type(iterable)
     if kind is Varying:
         value = merge(iterable.running_parts())
-        parts = [(words.now(), value)] if type(value) is not Varying else value.running_parts()
+        parts = (
+            [(interface.get_active_set(), value)]
+            if type(value) is not Varying
+            else value.running_parts()
+        )
         return _step_together([(w, _start_iterator(w, v)) for w, v in parts], _Unchanged(iterable))
     if is_mixed(iterable):
         parts = find_active_contents(thread.mixed[id(iterable)][1])
@@ -317,7 +321,7 @@ def _iterate(values: list, *, backwards: bool) -> Iterator[Any]:
 
 def _start_iterator(world: Any, iterable: Any) -> Any:
     """Return the iterator of a value that these lanes alone have."""
-    with words.running(world):
+    with interface.run_active_set(world):
         return iter(iterable)
 
 
@@ -329,8 +333,8 @@ def _step_together(parts: Parts, unchanged: _Unchanged | None = None) -> Callabl
         if unchanged is not None:
             unchanged.check()
         on, out = [], []
-        for world, iterator in restrict_parts(parts, words.now()):
-            with words.running(world):
+        for world, iterator in restrict_parts(parts, interface.get_active_set()):
+            with interface.run_active_set(world):
                 item = next(iterator, END)
             if item is END:
                 out.append(world)

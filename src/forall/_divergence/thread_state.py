@@ -16,7 +16,17 @@ from forall._core.levels import stack
 from forall._divergence.heap import HeapSlot, Split, Unsplittable
 from forall._divergence.join import Parts, merge
 from forall._divergence.report import Report
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
+
+
+class LibraryUse:
+    """The use that converted code makes of other libraries than torch."""
+
+    __slots__ = ("are_converted", "were_called")
+
+    def __init__(self, *, are_converted: bool) -> None:
+        self.are_converted = are_converted  # True if their functions are converted too
+        self.were_called = False
 
 
 class ThreadState(threading.local):
@@ -38,8 +48,7 @@ class ThreadState(threading.local):
         self.report: Report | None = None
         self.failed: Any = None  # the lanes that ran when an error was raised that may be caught
         self.runs = 0  # the depth of converted calls that were entered from outside
-        self.deeply = False  # True if functions of other libraries are converted too
-        self.met_others = False  # True if a function of another library was called
+        self.libraries = LibraryUse(are_converted=False)
         self.ran_again: dict[Any, Any] = {}  # unconverted functions in which lanes diverged: why
         self.made_of: dict[
             int, list[Any]
@@ -48,7 +57,7 @@ class ThreadState(threading.local):
 
     def run_only(self, world: Any) -> None:
         """Let only these lanes run from here on."""
-        running = words.running(world)
+        running = interface.run_active_set(world)
         running.__enter__()
         self.entered.append(running)
         if self.loose:
@@ -178,7 +187,7 @@ def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
     t = thread
     if len(parts) == 1:
         if t.loose:
-            t.restrict_objects(words.now())
+            t.restrict_objects(interface.get_active_set())
         return run(parts[0][1])
     region, depth, before = Region(t), len(t.entered), t.parted
     results: Parts = []
@@ -196,7 +205,7 @@ def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
             t.leave_sets(depth)
         region.join_writes(written)
     except Exception:
-        t.failed = t.failed or words.now()
+        t.failed = t.failed or interface.get_active_set()
         region.undo()
         raise
     finally:
@@ -233,7 +242,7 @@ class ConvertedRun:
             if not t.runs:
                 t.made_of.clear()
             if kind is not None or not t.runs:
-                words.changed()  # the aliases to be updated are gone
+                interface.take_written_families()  # the aliases to be updated are gone
             t.leave_sets(depth)
             t.top, t.parted, t.loosened = top, parted, loosened
             if self.strict or kind is not None:

@@ -11,7 +11,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from forall._compat.exception_safety import contextmanager
-from forall._divergence.thread_state import thread
+from forall._divergence.thread_state import LibraryUse, thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ USERS, OTHERS, NEVER = "the user's", "another library's", "never converted"
 def is_library_code(code: CodeType) -> bool:
     """True if a function is to run unconverted."""
     kind = find_owner(code)
-    return kind is NEVER or (kind is OTHERS and not thread.deeply)
+    return kind is NEVER or (kind is OTHERS and not thread.libraries.are_converted)
 
 
 def find_owner(code: CodeType) -> str:
@@ -72,14 +72,12 @@ def _find_site_folders() -> tuple[str, ...]:
 
 
 @contextmanager
-def convert_libraries(on: bool) -> Iterator[None]:
-    """Context in which code of other libraries is converted if ``on`` is True.
-
-    `thread.met_others` says afterwards if any such code was called.
-    """
-    was, met = thread.deeply, thread.met_others
-    thread.deeply, thread.met_others = was or on, False
+def convert_libraries(on: bool) -> Iterator[LibraryUse]:
+    """Context in which code of other libraries is converted if ``on`` is True."""
+    was = thread.libraries
+    now = thread.libraries = LibraryUse(are_converted=was.are_converted or on)
     try:
-        yield
+        yield now
     finally:
-        thread.deeply, thread.met_others = was, met or thread.met_others
+        thread.libraries = was
+        was.were_called |= now.were_called

@@ -19,7 +19,7 @@ from forall._divergence.join import (
     unify_varying,
 )
 from forall._divergence.thread_state import run_each_set, thread
-from forall._divergence.vmap_interface import unite_sets, words
+from forall._divergence.vmap_interface import interface, unite_sets
 
 
 class Varying:
@@ -34,7 +34,7 @@ class Varying:
 
     def running_parts(self) -> Parts:
         """Return the parts for the running lanes; raise if some of them have no value."""
-        world = words.now()
+        world = interface.get_active_set()
         parts = restrict_parts(self.parts, world)
         covered = unite_sets([w for w, _ in parts])
         if covered is None or world - covered is not None:
@@ -84,7 +84,8 @@ class Varying:
 
     def __format__(self, spec: str) -> str:
         return " | ".join(
-            format(value, spec) for _, value in restrict_parts(self.parts, words.now())
+            format(value, spec)
+            for _, value in restrict_parts(self.parts, interface.get_active_set())
         )
 
     def __repr__(self) -> str:
@@ -164,7 +165,7 @@ def _is_tuple(kind: type) -> bool:
 
 def find_uniform_sets(values: Any, deep: int = 2) -> list[Any]:
     """Return the coarsest active sets within each of which none of these values varies."""
-    worlds = [words.now()]
+    worlds = [interface.get_active_set()]
     for value in values:
         for parts in _find_divergences(value, deep):
             worlds = [piece for world in worlds for piece in _split_set(world, parts)]
@@ -186,7 +187,7 @@ def _find_divergences(value: Any, deep: int) -> Iterator[Parts]:
     kind = type(value)
     if kind is Varying:
         now = restrict_parts(
-            value.parts, words.now()
+            value.parts, interface.get_active_set()
         )  # lanes without a value make a set of their own
         if not now or type(merge(now)) is Varying:
             yield now
@@ -197,7 +198,7 @@ def _find_divergences(value: Any, deep: int) -> Iterator[Parts]:
         value.refuse()
     mixed = thread.mixed.get(id(value))
     if mixed is not None:
-        yield restrict_parts(mixed[1].parts, words.now())
+        yield restrict_parts(mixed[1].parts, interface.get_active_set())
     elif deep:
         yield from _find_divergences_in(value, deep)
 

@@ -2,10 +2,9 @@
 
 NOTE [dressed stacks]
     A pull-back of many cotangents at once runs under a level that records on its stacks
-    (`VmapLevel.records_values`): there the history of a tensor hangs on the value, not on the
-    wrapper. So such wrappers are taken off before a node is recorded
-    (`strip_cotangent_wrappers`), and put on again
-    inside the node or behind it (`wrap_cotangents`).
+    (`CotangentLevel`): there the history of a tensor hangs on the value, not on the wrapper. So
+    such wrappers are taken off before a node is recorded (`strip_cotangent_wrappers`), and put on
+    again inside the node or behind it (`wrap_cotangents`).
 
     A pull-back inside a running vmap has its level within that vmap's level. The wrapper of the
     pull-back stays outermost where values cross the boundary of the outer level, so that each
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from forall._core.levels import Level
-    from forall._vmap.vmap_level import VmapLevel
+    from forall._vmap.vmap_level import CotangentLevel, VmapLevel
 
-    CotangentWrappers = tuple[tuple[VmapLevel, int | None], ...]
+    CotangentWrappers = tuple[tuple[CotangentLevel, int | None], ...]
 
 
 def strip_cotangent_wrappers(tensor: torch.Tensor) -> tuple[torch.Tensor, CotangentWrappers]:
@@ -34,8 +33,8 @@ def strip_cotangent_wrappers(tensor: torch.Tensor) -> tuple[torch.Tensor, Cotang
     See NOTE [dressed stacks].
     """
     worn: CotangentWrappers = ()
-    while isinstance(tensor, BatchedTensor) and tensor.level.records_values:
-        tensor.level.crosses = tensor.level.crosses or object()
+    while isinstance(tensor, BatchedTensor) and tensor.level.records_on_value:
+        tensor.level.mark = tensor.level.mark or object()
         worn = ((tensor.level, tensor.axis), *worn)
         tensor = tensor.value
     return tensor, worn
@@ -78,7 +77,7 @@ def unwrap_at_node(
     tensor = unwrap_cotangents(tensor, worn)
     while (
         isinstance(tensor, BatchedTensor)
-        and tensor.level.records_values
+        and tensor.level.records_on_value
         and not tensor.level.active
     ):
         ended = ((tensor.level, None),)
@@ -90,7 +89,7 @@ def is_pullback_value(tensor: torch.Tensor, level: VmapLevel) -> bool:
     """True if ``tensor`` is a value of a pull-back that runs inside ``level``."""
     return (
         isinstance(tensor, BatchedTensor)
-        and tensor.level.records_values
+        and tensor.level.records_on_value
         and level.is_outside(tensor.level)
     )
 

@@ -182,8 +182,8 @@ class BatchedTensor(Wrapper):
         if name in READS:
             self.refuse_history(name)
         notify_host_read()
-        if self.is_external and self.level.logs_writes:
-            self.level.mutation_log.log_read(f"x.{name}()", self)
+        if self.is_external and self.level.state.logs_writes:
+            self.level.state.mutation_log.log_read(f"x.{name}()", self)
         if name not in READS:
             with no_dispatch(), functions_off():
                 return getattr(self.value, name)(*args, **kwargs)

@@ -68,7 +68,7 @@ def check_all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> No
     The function mode cannot share what it does not see: transforms of torch.func wrap their
     primals in C++. The derivative would be that of one example, or a value of the ended level.
     """
-    if level.records_values or not torch.is_grad_enabled() or func is _DEVICE:
+    if level.records_on_value or not torch.is_grad_enabled() or func is _DEVICE:
         return
     for t in met:
         if t.requires_grad and level_of(t) is not level and not is_accumulating():
@@ -245,7 +245,7 @@ class Unstack(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         if ctx.level.active:
-            ctx.level.mutation_log.keep_grads(ctx)
+            ctx.level.state.mutation_log.keep_grads(ctx)
         g = _drop_tangents(g, ctx.level)
         with run_outside(ctx.level):
             return example_to_stack(g, ctx.axis, ctx.level, ctx.worn), None, None, None
@@ -292,8 +292,8 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx, g):
         if ctx.level.active:
             if ctx.leaf is not None:
-                ctx.level.mutation_log.leaves.add(ctx.leaf)
-            ctx.level.mutation_log.keep_grads(ctx)
+                ctx.level.state.mutation_log.leaves.add(ctx.leaf)
+            ctx.level.state.mutation_log.keep_grads(ctx)
         g = _drop_tangents(g, ctx.level)
         with run_outside(ctx.level):
             return sum_over_examples(g, ctx.level), None
@@ -352,7 +352,9 @@ class KeepFirst(torch.autograd.Function):
 def _drop_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     """Drop tangents of a `jvp` inside ``level`` from a gradient that a pass takes further out."""
     while (
-        isinstance(g, Wrapper) and not isinstance(g, BatchedTensor) and level.root in g.level.around
+        isinstance(g, Wrapper)
+        and not isinstance(g, BatchedTensor)
+        and level.root in g.level.entry.around
     ):
         with run_outside(g.level):
             g = g.level.fallback_value(g)
@@ -384,4 +386,4 @@ def sum_over_examples(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
 
 def _count_gradients(level: VmapLevel) -> int:
     """The number of gradients of one shared value: one for each call of the function."""
-    return level.calls if level.active and level.calls is not None else level.size
+    return level.state.calls if level.active and level.state.calls is not None else level.size

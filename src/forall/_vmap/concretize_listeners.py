@@ -154,7 +154,7 @@ class StepLimit:
             counts = self.counts.get(key)
             if counts is None:
                 counts = self.counts[key] = torch.zeros(self.level.size, dtype=torch.int64)
-            rows = slice(None) if level is self.level else level.rows
+            rows = slice(None) if level is self.level else level.examples.rows
             counts[rows] += 1
             if int(counts.max()) > self.steps + 1:
                 late = (counts > self.steps + 1).nonzero()[:, 0].tolist()

@@ -204,7 +204,7 @@ def make_torch_handler(op: Any, otherwise: Callable) -> Callable:
         rule = custom_op.get_vmap_rule(op)
         if rule is None or not level.size:
             return otherwise(level, func, args, kwargs)
-        info = custom_op.OpVmapInfo(level.size, level.randomness)
+        info = custom_op.OpVmapInfo(level.size, level.config.randomness)
         dims = tuple(_get_batch_dims(a, level) for a in args)
         out, places = rule(
             info,

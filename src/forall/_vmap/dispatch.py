@@ -87,7 +87,7 @@ from forall._vmap.rule_makers.basic import (
     try_aligned_pointwise,
     wrap_results,
 )
-from forall._vmap.vmap_level import VmapLevel
+from forall._vmap.vmap_level import VmapConfig, VmapLevel
 
 aten = torch.ops.aten
 _Tensor = torch.Tensor
@@ -105,7 +105,7 @@ class Operations(VmapLevel):
     """The operations of `VmapLevel`. They are set on that class at the end of this module."""
 
     def lift_one_level(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.records_values:
+        if self.records_on_value:
             shared = wrap_existing(tensor, None, self)
             shared.is_external = True
             return shared
@@ -127,7 +127,7 @@ class Operations(VmapLevel):
 
     def apply_further_out(self, h: Any, args: tuple) -> tuple:
         """``h`` as a function of stacks, one level further out."""
-        around = find_enclosing_level(self, args) if self.records_values else self
+        around = find_enclosing_level(self, args) if self.records_on_value else self
         with run_outside(around):
             stacked = map_with_rule(h, self._lift_to_stacks)
             return tuple(
@@ -141,11 +141,12 @@ class Operations(VmapLevel):
         """Return ``h`` as a function of stacks; their examples are of another level like this."""
 
         def run_on_stacks(*stacks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            again = VmapLevel(self.size, self.randomness, top())
+            again = VmapLevel(self.size, VmapConfig(self.config.randomness), top())
             again.origin = self.origin
             if self.active:  # one call, one ledger
-                again.mutation_log, again.applies_updates = self.mutation_log, False
-            again.scope = self._rewrap_scope(again)
+                again.state.mutation_log = self.state.mutation_log
+                again.state.applies_updates = False
+            again.state.scope = self._rewrap_scope(again)
             examples = [boundary.stack_to_example(s, 0, again) for s in stacks]
             with run_vmap_level(again):
                 outs = h(*examples)
@@ -156,7 +157,7 @@ class Operations(VmapLevel):
 
     def _rewrap_scope(self, again: VmapLevel) -> key_scope.RandomScope | None:
         """The random scope of this level's examples, as those of another level."""
-        scope = key_scope.scopes.running if self.active else self.scope
+        scope = key_scope.scopes.running if self.active else self.state.scope
         if scope is None or not (type(scope.key) is BatchedTensor and scope.key.level is self):
             return scope
         key = scope.key
@@ -166,13 +167,13 @@ class Operations(VmapLevel):
         """A stack (B, *S) as one example, by the way that this level records."""
         return (
             wrap_stack(stack_, 0, self)
-            if self.records_values
+            if self.records_on_value
             else boundary.stack_to_example(stack_, 0, self)
         )
 
     def _stack_from_example(self, example: torch.Tensor) -> torch.Tensor:
         """One example as its stack (B, *S)."""
-        if self.records_values:
+        if self.records_on_value:
             return unwrap_cotangents(example, ((self, 0),))
         return boundary.example_to_stack(lift(example, self), 0, self)
 
@@ -185,29 +186,30 @@ class Operations(VmapLevel):
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
-                if handler is _pointwise and not kwargs and not level.records_values:
+                if handler is _pointwise and not kwargs and not level.records_on_value:
                     out = try_aligned_pointwise(level, func, args)
                     if out is not None:
                         return out
                 elif (
                     handler in VIEWERS
-                    and not level.records_values
+                    and not level.records_on_value
                     and has_plain_stack(args[0], level)
                 ):
                     if func is _DETACH and not is_excluded(AUTOGRAD):
                         return args[0].graph_free()
                     return handler(level, func, args, kwargs or {})  # pyright: ignore[reportOptionalCall]
+                met: list[_Tensor] = []
                 found = (
-                    level._classify_operands(args, kwargs.values())
+                    level._classify_operands(args, met, kwargs.values())
                     if kwargs
-                    else level._classify_operands(args)
+                    else level._classify_operands(args, met)
                 )
                 if found is _INNER:
                     inner = find_innermost(levels_in(args, kwargs or {}))
                     if inner.root is not self.root:
                         return NotImplemented  # an inner value: its level acts first
                     return level.mix_operands(func, args, kwargs or {})
-                return level._run(func, args, kwargs or {}, handler, found)
+                return level._run(func, args, kwargs or {}, handler, found, met)
         except Exception as error:
             if sparse_stack.can_run_per_example(func, args, kwargs or {}):
                 return level._run_per_example(func, args, kwargs or {})
@@ -234,10 +236,11 @@ class Operations(VmapLevel):
 
     def run_now(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operator without the lazy gradients that `run` may return."""
-        found = self._classify_operands(args, kwargs.values())
+        met: list[_Tensor] = []
+        found = self._classify_operands(args, met, kwargs.values())
         if found is _INNER:
             return self.mix_operands(func, args, kwargs)
-        return self._run(func, args, kwargs, _HANDLERS.get(func), found)
+        return self._run(func, args, kwargs, _HANDLERS.get(func), found, met)
 
     def complete_gradient_for(self, t: BatchedTensor, level: Any) -> torch.Tensor:
         """A gradient of this level as one of ``level``, where both have examples of one root."""
@@ -261,12 +264,11 @@ class Operations(VmapLevel):
             return t.value.unsqueeze(0).expand(self.size, *t.value.shape)
         return t.value.movedim(t.axis, 0)
 
-    def count_as_one_call(self, first: bool) -> None:
-        """Count the examples as directions of one call, whose writes the ``first`` chunk does."""
-        self.calls, self.logs_writes = int(first), False
+    def _classify_operands(self, args: Any, met: list[_Tensor], more: Any = ()) -> str:
+        """Say if the arguments hold values of an inner level, or else mapped ones of this.
 
-    def _classify_operands(self, args: Any, more: Any = ()) -> str:
-        """Say if the arguments hold values of an inner level, or else mapped ones of this."""
+        Tensors from outside, which all examples share, are added to ``met``.
+        """
         found = _SHARED_BY_ALL
         for a in (*args, *more) if more else args:
             if type(a) in _WORDS:
@@ -277,44 +279,43 @@ class Operations(VmapLevel):
                     if a.axis is not None:
                         found = _MAPPED
                     elif a.is_external:
-                        self.met.append(a)
+                        met.append(a)
                 elif not level.is_outside(self):
-                    self.met.clear()
                     return _INNER
                 else:
-                    self.met.append(a)
+                    met.append(a)
             elif type(a) in _SEQUENCES:
-                inside = self._classify_operands(a)
+                inside = self._classify_operands(a, met)
                 if inside is _INNER:
                     return _INNER
                 if inside is _MAPPED:
                     found = _MAPPED
             elif isinstance(a, _Tensor):
-                self.met.append(a)
+                met.append(a)
         return found
 
-    def _run(self, func: Any, args: tuple, kwargs: dict, handler: Any, found: str) -> Any:
+    def _run(
+        self, func: Any, args: tuple, kwargs: dict, handler: Any, found: str, met: list[_Tensor]
+    ) -> Any:
         if stack.late is not None:
             stack.late()
         if func is _DETACH and not is_excluded(AUTOGRAD):
-            self.met.clear()
             return alias_for_autograd(args[0])
         is_linear = marking.used and func in LINEAR
         if is_linear and (known := simplify_linear(func, args, kwargs)) is not None:
             if isinstance(known, _Tensor):
-                self.met.clear()
                 return wrap_stack(known, None, self)
             (func, args, kwargs), handler = known, None
-        if self.met:
-            boundary.check_all_shared(self, func, self.met)
-            known = in_place.check_external_access(self, func, args, kwargs, found is _MAPPED)
+        if met:
+            boundary.check_all_shared(self, func, met)
+            known = in_place.check_external_access(self, func, args, kwargs, found is _MAPPED, met)
             if known is not None:
                 return known(self, func, args, kwargs)
         if found is not _MAPPED:
             handler = run_shared_operator
         elif handler is None:
             handler = resolve_handler(func)
-        if self.records_values:
+        if self.records_on_value:
             with enable_autograd_below(grad=self.outer_grad, forward=self.outer_grad):
                 return handler(self, func, args, kwargs)
         if not is_excluded(CONJUGATE):
@@ -410,24 +411,24 @@ class run_vmap_level:
         level = self.level
         self.place.__enter__()
         self.told = functorch_interop.push_mode_for_compiler(level)
-        if not level.records_values:
-            level.logs_writes = True
+        if not level.records_on_value:
+            level.state.logs_writes = True
             push_functions(VMAP_FUNCTIONS)
         return level
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         level = self.level
         try:
-            if not level.records_values:
+            if not level.records_on_value:
                 pop_functions()
             functorch_interop.pop_mode_for_compiler(level, self.told)
         finally:
             self.place.__exit__()
-            level.logs_writes = False
+            level.state.logs_writes = False
         if error is not None:
             note_missing_axis(error)
-        elif level.applies_updates:
-            level.mutation_log.apply_updates(level.size)
+        elif level.state.applies_updates:
+            level.state.mutation_log.apply_updates(level.size)
 
 
 for _name, _operation in vars(Operations).items():

@@ -76,7 +76,7 @@ def first_error(
         levels = find_mapped_levels(flat)
         if not levels:
             return None
-        parts = most is None and all(level.parts for level in levels)
+        parts = most is None and all(level.config.diverges for level in levels)
         errors: list[Exception | None] = []
         found: Exception | None = None
         drawn = rng_state.save_states(flat)

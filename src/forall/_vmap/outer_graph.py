@@ -28,10 +28,10 @@ from forall._vmap.lazy_grad.lazy_tensor import LazyGrad
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from forall._vmap.vmap_level import VmapLevel
+    from forall._vmap.vmap_level import CotangentLevel
 
 
-def sum_leaving_cotangents(level: VmapLevel, found: Iterable[Tensor], older: set) -> None:
+def sum_leaving_cotangents(level: CotangentLevel, found: Iterable[Tensor], older: set) -> None:
     """Sum the cotangents of ``level`` wherever the graph of ``found`` leads to older nodes.
 
     ``found`` is what the pass of ``level`` made. Values that a later pass records on its way
@@ -41,9 +41,9 @@ def sum_leaving_cotangents(level: VmapLevel, found: Iterable[Tensor], older: set
     todo = [t.grad_fn for t in found]
     while todo:
         node: Any = todo.pop()
-        if node is None or node in older or level.crosses in node.metadata:
+        if node is None or node in older or level.mark in node.metadata:
             continue
-        node.metadata[level.crosses] = None
+        node.metadata[level.mark] = None
         ends = [end for end, _ in node.next_functions]
         todo += ends
         places = [i for i, end in enumerate(ends) if end in older]
@@ -54,7 +54,7 @@ def sum_leaving_cotangents(level: VmapLevel, found: Iterable[Tensor], older: set
 
 
 def _sum_leaving(
-    level: VmapLevel, older: set, places: list[int], gradients: tuple, _: tuple
+    level: CotangentLevel, older: set, places: list[int], gradients: tuple, _: tuple
 ) -> tuple:
     with functions_off():
         found = {i: gradients[i] for i in places if _is_value_of_pass(gradients[i], level)}
@@ -64,12 +64,12 @@ def _sum_leaving(
         )
 
 
-def _follow_cotangents(level: VmapLevel, older: set, gradients: tuple) -> None:
+def _follow_cotangents(level: CotangentLevel, older: set, gradients: tuple) -> None:
     with functions_off():
         sum_leaving_cotangents(level, [g for g in gradients if _is_value_of_pass(g, level)], older)
 
 
-def _is_value_of_pass(g: Any, level: VmapLevel) -> bool:
+def _is_value_of_pass(g: Any, level: CotangentLevel) -> bool:
     """True if ``g`` holds values of the pass."""
     while isinstance(g, Wrapper) and (
         type(g) is not LazyGrad or g.records_on_value
@@ -80,7 +80,7 @@ def _is_value_of_pass(g: Any, level: VmapLevel) -> bool:
     return False
 
 
-def _sum_cotangents(g: Any, level: VmapLevel) -> Tensor:
+def _sum_cotangents(g: Any, level: CotangentLevel) -> Tensor:
     # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
     # that a value holds, and its history further out, would be cut.
     made = _sum_inside(g, level)
@@ -91,7 +91,7 @@ def _sum_cotangents(g: Any, level: VmapLevel) -> Tensor:
     )
 
 
-def _sum_inside(g: Any, level: VmapLevel) -> Tensor:
+def _sum_inside(g: Any, level: CotangentLevel) -> Tensor:
     """The sum over all cotangents, as a value of the levels around."""
     if g.level is level:
         return unwrap_cotangents(g, ((level, None),))

@@ -71,7 +71,7 @@ def _take_next_draw(
     acting: Any = level.acting_level
     with no_dispatch(), functions_off():
         counts = torch.full((level.size,), served) if type(served) is int else served.clone()
-        rows = slice(None) if level.sub_level is None else acting.rows
+        rows = slice(None) if level.sub_level is None else acting.examples.rows
         now = counts[rows].clone()
         counts[rows] = now + 1
         number: Any = int(now[0]) if bool((now == now[0]).all()) else None

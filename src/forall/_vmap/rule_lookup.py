@@ -180,7 +180,7 @@ def _find_decomposition(func: Any) -> Any | None:
 def _make_decomposed_handler(run: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         one_by_one = _loop_and_write if get_facts(func).writes else _loop_and_warn
-        entry = (func, level.number)
+        entry = (func, level.entry.number)
         if entry in _running.now:
             return one_by_one(level, func, args, kwargs)
         _running.now.add(entry)

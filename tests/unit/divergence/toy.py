@@ -1,4 +1,4 @@
-"""A small vectorised value, and the words for its lanes: enough to run converted code with.
+"""A small vectorised value, and vmap's functions for its lanes: enough to run converted code with.
 
 `each(f, *columns)` is the loop; `together(f, *columns)` runs f once, converted, for all lanes.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import operator
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from forall._divergence import aliases, converted_call, runtime
+from forall._divergence.vmap_interface import install_interface
 
 
 def _dtype(column):
@@ -298,6 +300,10 @@ def joined(parts):
     return V(data, STATE.world)
 
 
+def joined_numbers(parts, dtype):
+    return joined([(world, torch.tensor(n, dtype=dtype)) for world, n in parts])
+
+
 def convert_number(n, kind):
     dtypes = {int: torch.int64, float: torch.float64, bool: torch.bool}
     return Number(V(rows_of(n).to(dtypes[kind]), STATE.world))
@@ -314,23 +320,27 @@ def put(target, value, world) -> None:
 
 
 def use_toy() -> None:
-    runtime.install_interface(
-        now=now,
-        asked=asked,
-        running=running,
-        joined=joined,
-        undefined=Undefined,
-        apart=apart,
-        tensor=V,
-        number=Number,
-        memory=lambda v: v,
-        views=lambda _: False,
-        renamed=None,
-        changed=changed,
-        put=put,
+    install_interface(
+        SimpleNamespace(
+            Tensor=V,
+            BatchedScalar=Number,
+            UndefinedForExamples=Undefined,
+            get_active_set=now,
+            run_active_set=running,
+            evaluate_users_test=asked,
+            evaluate_test=asked,
+            join_tensors=joined,
+            join_numbers=joined_numbers,
+            run_per_group=apart,
+            find_alias_family=lambda v: v,
+            is_partial_name=lambda _: False,
+            make_new_name=None,
+            take_written_families=changed,
+            write_examples=put,
+            convert_number=convert_number,
+            call_math=converted_call.call_unconverted,
+        )
     )
-    runtime.words.convert = convert_number
-    runtime.words.calculate = converted_call.call_unconverted
 
 
 def forget() -> None:

@@ -116,14 +116,14 @@ class Rollback:
 
     def __init__(self, call: MappedCall, level: VmapLevel) -> None:
         self.call, self.level = call, level
-        undoable = level.parts or call.options.retries_on_oom
+        undoable = level.config.diverges or call.options.retries_on_oom
         self.state = StateSnapshot(call) if undoable and level.size > 1 else None
         draws = self.state is not None and self.state.drawn is not None
         self.noting = self.state.record_generators() if draws else _NOTHING
-        level.mutation_log.undoable = undoable
+        level.state.mutation_log.undoable = undoable
         self.watched = isinstance(call.options, GroupOptions)
         if self.watched:
-            call.options.ledgers.append(level.mutation_log)
+            call.options.ledgers.append(level.state.mutation_log)
 
     def __enter__(self) -> None:
         self.noting.__enter__()
@@ -131,7 +131,8 @@ class Rollback:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.noting.__exit__(None, None, None)
         level = self.level
-        parted, ledger, why = level.parted, level.mutation_log, level.parted_at
+        ledger = level.state.mutation_log
+        parted, why = level.state.divergence or (None, None)
         if parted is None and error is not None and self.call.options.must_rerun(level, error):
             parted, why = [[*range(level.size)]], error
         if parted is not None and self.state is not None:
@@ -152,7 +153,7 @@ class Rollback:
 
     def _undo(self, state: StateSnapshot) -> None:
         with suspend_memory_limit():
-            self.level.mutation_log.before.undo()
+            self.level.state.mutation_log.before.undo()
             state.restore()
 
 

@@ -34,7 +34,7 @@ from forall._divergence import (
 )
 from forall._divergence.heap import SeveralKinds, Unsplittable
 from forall._divergence.varying import Varying
-from forall._divergence.vmap_interface import words
+from forall._divergence.vmap_interface import interface
 from forall._vmap.active_set.active_mask import CannotMerge
 from forall._vmap.active_set.merge import UndefinedForExamples, has_only_some_examples
 
@@ -53,14 +53,14 @@ CONVERSION_ERRORS = (CannotMerge, UndefinedForExamples, Unsplittable, TimeExceed
 _NOWHERE = SourceLine("?", 0)
 
 
-def _bindings_of(function: Any) -> Any:
+def _find_pure_bindings(function: Any) -> Any:
     # Its tables take time to import, and in most programs no examples diverge.
     from forall._api.execution.side_effect_free import find_pure_bindings
 
     return find_pure_bindings(function)
 
 
-words.bindings_of = _bindings_of
+interface.find_pure_bindings = _find_pure_bindings
 
 
 def run_mapped_call(call: MappedCall) -> tuple[list, Any]:
@@ -121,7 +121,7 @@ def _run_converted_or_groups(
         groups = [[*range(call.arguments.size)]]
     why: Obstacle | None = None
     for deep in (True,) if code in _DEEPLY else (False, True):
-        with convert_libraries(deep):
+        with convert_libraries(deep) as libraries:
             function = convert(call.func, strict=True)
             if isinstance(function, Refusal):
                 why = Obstacle.from_refusal(function)
@@ -137,7 +137,7 @@ def _run_converted_or_groups(
                 # The second attempt converts libraries too; the first names user code as the cause.
                 why = found if why is None or not why.has_place else why
                 groups = [[*range(call.arguments.size)]]
-                if not thread.met_others:
+                if not libraries.were_called:
                     break
             else:
                 if deep and code is not None:
@@ -296,7 +296,8 @@ class ConvertedOptions(OptionsOverride):
         An error may come from some examples, or from the conversion. The function itself shows
         which error the loop raises first.
         """
-        if level.limit is not None and error is level.limit.reached:
+        limit = level.state.limit
+        if limit is not None and error is limit.reached:
             return False
         if self.options.retries_on_oom and is_out_of_memory(error):
             return False

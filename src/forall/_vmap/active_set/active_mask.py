@@ -188,7 +188,7 @@ def _evaluate_one_level(test: BatchedTensor) -> Any:
     Return the two sub-levels, or the one answer of all; None where it is another case.
     """
     level: Any = top()
-    if level is None or level.parent is not None or not level.parts or test.axis is None:
+    if level is None or level.parent is not None or not level.config.diverges or test.axis is None:
         return None
     with no_dispatch():
         values = test.value if test.level is level else restrict_for_reading(test, level)
@@ -229,7 +229,7 @@ def _evaluate_any(test: Any) -> bool | tuple[ActiveSet, ActiveSet] | None:
                 del levels[axis]
         if not levels:
             return bool(values)
-    if not all(level.parts for level in levels):
+    if not all(level.config.diverges for level in levels):
         return None
     if len(levels) > 1:
         raise CannotMerge(_SEVERAL)
@@ -348,8 +348,13 @@ def _log_joined_read(t: Tensor) -> None:
     if not isinstance(t, Wrapper):
         log_plain_read("the end of a branch", t)
     for b in iter_layers(t):
-        if type(b) is BatchedTensor and b.axis is None and b.is_external and b.level.logs_writes:
-            b.level.mutation_log.log_read("the end of a branch", b)
+        if (
+            type(b) is BatchedTensor
+            and b.axis is None
+            and b.is_external
+            and b.level.state.logs_writes
+        ):
+            b.level.state.mutation_log.log_read("the end of a branch", b)
 
 
 def join_numbers(parts: list[tuple[ActiveSet, Any]], dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,6 @@ from forall._core.levels import find_innermost_of, graph_free, lift, run_outside
 from forall._vmap.active_set.sub_level import (
     SubLevel,
     covers_examples,
-    find_positions_in,
     intersect_examples,
     unite_examples,
 )
@@ -47,7 +46,7 @@ def select_examples(b: BatchedTensor, some: Any) -> BatchedTensor:
     value, axis = b.value, b.axis
     if axis is None:
         return wrap_stack(graph_free(value), None, some)
-    places = copy_index_to(find_positions_in(some, b.level), value.device)
+    places = copy_index_to(some.examples.find_positions_in(b.level.examples), value.device)
     if isinstance(value, Wrapper):
         return wrap_stack(value.index_select(axis, places), axis, some)
     with no_dispatch():
@@ -83,9 +82,10 @@ def scatter_parts(parts: list, together: Tensor, level: Any) -> BatchedTensor:
 def unite_two_parts(parts: list[tuple[Any, Tensor]], level: Any) -> BatchedTensor:
     """Unite the values of two sub-levels that make up ``level``; both are plain and alike."""
     (p, a), (q, b) = [(p, _expand_to_stack(t, p)) for p, t in parts]
-    out = a.new_empty((level.size, *a.shape[1:]))
+    out, whole = a.new_empty((level.size, *a.shape[1:])), level.examples
     for some, values in ((p, a), (q, b)):
-        out.index_copy_(0, copy_index_to(find_positions_in(some, level), out.device), values)
+        places = some.examples.find_positions_in(whole)
+        out.index_copy_(0, copy_index_to(places, out.device), values)
     return wrap_stack(out, 0, level)
 
 
@@ -95,14 +95,15 @@ def _get_part_order(parts: list, level: Any) -> Tensor:
     If the sub-levels have all of its examples, the inverse: the positions of its examples in
     theirs.
     """
-    keys = [p.members for p in parts]
-    if level.order is None or level.order[0] != keys:
+    whole = level.examples
+    keys = [p.examples.members for p in parts]
+    if whole.part_order is None or whole.part_order[0] != keys:
         with no_dispatch(), functions_off():
-            order = torch.cat([find_positions_in(p, level) for p in parts])
+            order = torch.cat([p.examples.find_positions_in(whole) for p in parts])
             if order.shape[0] == level.size:
                 order = torch.empty_like(order).index_copy_(0, order, torch.arange(level.size))
-            level.order = keys, order
-    return level.order[1]
+            whole.part_order = keys, order
+    return whole.part_order[1]
 
 
 # --- narrow --------------------------------------------------------------------------------------

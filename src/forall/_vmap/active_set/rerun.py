@@ -17,7 +17,7 @@ from forall._vmap.active_set.active_mask import (
     get_active_set,
     run_active_set,
 )
-from forall._vmap.active_set.sub_level import intersect_examples, prepare_root, select_sub_level
+from forall._vmap.active_set.sub_level import intersect_examples, select_sub_level
 from forall._vmap.concretize_listeners import run_repeatably
 from forall._vmap.mutation.mutation_log import write_counts
 
@@ -44,7 +44,7 @@ def run_per_group(
             raise
         except Diverged as parted:
             root = parted.level
-            root.parted = None
+            root.state.divergence = None
             if any(a is not b for a, b in zip(_take_side_effects(), before, strict=True)):
                 raise CannotMerge(
                     "code that is not converted wrote, or drew, before its examples parted"
@@ -61,7 +61,6 @@ def _take_side_effects() -> tuple:
 
 def _split_active_set(world: ActiveSet, root: Any, groups: list[list[int]]) -> list[ActiveSet]:
     """Split an active set into the pieces that these groups of a level's examples make of it."""
-    prepare_root(root)
     pieces = []
     for group in groups:
         if stack.late is not None:

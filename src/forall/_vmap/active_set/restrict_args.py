@@ -31,7 +31,6 @@ from forall._vmap.active_set.merge import (
 )
 from forall._vmap.active_set.sub_level import (
     covers_examples,
-    find_positions_in,
     intersect_examples,
     subtract_examples,
 )
@@ -244,7 +243,7 @@ def restrict_for_reading(t: BatchedTensor, level: Any) -> Tensor | None:
             own, value = some, picked
     if not covers_examples(own, level):
         return None
-    places = find_positions_in(level, own)
+    places = level.examples.find_positions_in(own.examples)
     with no_dispatch(), functions_off():
         value = value.index_select(t.axis, copy_index_to(places, value.device))
     if restriction_cache.found is not None:

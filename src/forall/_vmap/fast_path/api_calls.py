@@ -166,8 +166,8 @@ def _answer_by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any,
         return None
     try:
         with functions_off(), no_dispatch(), below_autograd():
-            if met and level.logs_writes:
-                level.mutation_log.log_operand_reads(func, met)
+            if met and level.state.logs_writes:
+                level.state.mutation_log.log_operand_reads(func, met)
             out = rule(level, func, args, kwargs)
     except Exception:  # noqa: BLE001 - the long way tells what is wrong, and for which example
         return None

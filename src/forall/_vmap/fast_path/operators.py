@@ -189,8 +189,8 @@ def _multiply_by_matrix(x: BatchedTensor, w: _T, *, on_the_left: bool) -> Any:
             return None
         with no_dispatch():
             try:
-                if level.logs_writes:
-                    level.mutation_log.log_operand_reads(_T.__matmul__, [w])
+                if level.state.logs_writes:
+                    level.state.mutation_log.log_operand_reads(_T.__matmul__, [w])
                 out = torch.mm(v, w.t() if on_the_left else w)
             except Exception:  # noqa: BLE001 - the user's way tells what is wrong
                 return None

@@ -80,7 +80,7 @@ def _has_sub_levels(t: Any) -> bool:
 
 def _are_plain(level: VmapLevel, operands: list) -> bool:
     """True if no value has a history or a lazy bit that is not the wrapper's."""
-    if level.records_values:
+    if level.records_on_value:
         return False
     mine = [a for a in operands if type(a) is BatchedTensor and a.level is level]
     return not any(a.value.is_complex() or a.value.is_neg() for a in mine)

@@ -157,9 +157,9 @@ def get_writable_stack(level: Any, func: Any, target: Any, data: list) -> Tensor
             raise shared_write_error(str(func), target, [d for d in data if is_mapped(d, level)])
         batch_alias_family(target, level.size)
     if target.is_external:
-        if level.logs_writes:
-            level.mutation_log.log_mapped_write(func, target)
-        level.mutation_log.keep_value(target.value)
+        if level.state.logs_writes:
+            level.state.mutation_log.log_mapped_write(func, target)
+        level.state.mutation_log.keep_value(target.value)
         _bump_source_version(target)
     return move_to_front(target)
 
@@ -229,31 +229,30 @@ def _is_external(target: Any, level: Any) -> bool:
 
 
 def check_external_access(
-    level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool
+    level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool, met: list[Tensor]
 ) -> Callable | None:
-    """Tell the ledger of an operator that meets older memory shared by all examples.
+    """Tell the ledger of an operator that meets older memory shared by all examples, in ``met``.
 
     Returns the handler where it is not the usual one. See NOTE [older memory] in `mutation_log`.
     """
-    met, level.met = level.met, []
     kind = _KINDS.get(func) or _classify_access(func)
-    if kind is _READS and level.logs_writes:
-        return level.mutation_log.log_operand_reads(func, met)
+    if kind is _READS and level.state.logs_writes:
+        return level.state.mutation_log.log_operand_reads(func, met)
     if kind is _LOOKS_ONLY or is_accumulating():
         return None
-    if level.calls == 1:
+    if level.state.calls == 1:
         keep_once_written(
             level, find_written_tensors(func, args, kwargs) if kind is _WRITES else ()
         )
         return None
-    if not (level.active and not level.records_values):  # no end of a call to apply updates at
+    if not (level.active and not level.records_on_value):  # no end of a call to apply updates at
         return _check_without_end(level, func, args, kwargs, mapped)
-    if level.calls is not None:  # the call was made before: what it did to older memory is done
+    if level.state.calls is not None:  # the call was made before: what it did to memory is done
         into = () if mapped or kind is not _WRITES else find_written_tensors(func, args, kwargs)
         return _return_target if any(is_shared_external(t, level) for t in into) else None
     if kind is _WRITES:
         return _handle_external_write(level, func, args, kwargs, mapped)
-    return level.mutation_log.log_operand_reads(func, met)
+    return level.state.mutation_log.log_operand_reads(func, met)
 
 
 _LOOKS_ONLY, _READS, _WRITES, _MAY_READ = "looks", "reads", "writes", "reads for the user"
@@ -285,7 +284,7 @@ def keep_once_written(level: Any, targets: Iterable[Tensor]) -> None:
     """Keep the targets of writes that run at once, since examples are directions of one call."""
     for t in targets:
         if is_shared_external(t, level):
-            level.mutation_log.keep_value(lower_shared(t, level))
+            level.state.mutation_log.keep_value(lower_shared(t, level))
 
 
 def _check_without_end(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> None:
@@ -310,7 +309,7 @@ def _handle_external_write(
         and _are_same_memory(*args[:2])
     ):
         return _return_target  # x[i] += y ends in x[i] = what x[i] is already
-    ledger = level.mutation_log
+    ledger = level.state.mutation_log
     for t in read:
         if is_shared_external(t, level):
             ledger.log_read(func, t)
@@ -345,16 +344,18 @@ def _log_addition(level: Any, func: Any, args: tuple, kwargs: dict, update: Any)
     ):
         if target.requires_grad and type(target) is BatchedTensor and target.level is level:
             raise make_unrecorded_error(func, target)
-        level.mutation_log.get_pending_updates(func, target).recorded = True
-    level.mutation_log.log_update(func, target, lower_shared(target, level), update, level.size)
+        level.state.mutation_log.get_pending_updates(func, target).recorded = True
+    level.state.mutation_log.log_update(
+        func, target, lower_shared(target, level), update, level.size
+    )
 
 
 def log_step(level: Any, func: Any, target: Tensor, step: AffineUpdate) -> None:
     """Log a `AffineUpdate` that autograd does not see, for the end of the call."""
-    if not (level.active and not level.records_values) or level.calls is not None:
+    if not (level.active and not level.records_on_value) or level.state.calls is not None:
         raise shared_write_error(str(func), target, [])
     require_all_examples(level, func, target)
-    level.mutation_log.log_update(func, target, lower_shared(target, level), step, level.size)
+    level.state.mutation_log.log_update(func, target, lower_shared(target, level), step, level.size)
 
 
 def _make_meta(t: Tensor) -> Tensor:
@@ -363,7 +364,7 @@ def _make_meta(t: Tensor) -> Tensor:
 
 def _check_overwrite(level: Any, func: Any, written: list, read: list) -> None:
     """Write the same data for all examples once, if nothing has seen the memory before."""
-    ledger = level.mutation_log
+    ledger = level.state.mutation_log
     for t in written:
         if torch.is_grad_enabled() and any(r.requires_grad for r in read):
             raise make_unrecorded_error(func, t)

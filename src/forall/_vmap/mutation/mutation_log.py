@@ -58,11 +58,9 @@ def make_summed_grad_error(leaf: Tensor) -> RuntimeError:
 
 def log_plain_read(call: str, t: Tensor) -> None:
     """Log a read that is no operator, of the memory of an ordinary tensor."""
-    level: Any = top()
-    while level is not None:
-        if getattr(level, "logs_writes", False):
-            level.mutation_log.log_read(call, t)
-        level = level.parent
+    for level, log in find_logs(top()):
+        if level.state.logs_writes:
+            log.log_read(call, t)
 
 
 class _WriteCounts(threading.local):

@@ -203,7 +203,7 @@ def update_average(target: Tensor, data: Tensor, before: Tensor, times: int = 1)
     with run_outside(level):
         data = move_to_front(data) if mapped else lower_shared(data, level)
         mean = MeanUpdate(data, mapped, clone_unlogged(lower_shared(before, level)), times)
-        level.mutation_log.log_update(
+        level.state.mutation_log.log_update(
             "batch_norm", target, lower_shared(target, level), mean, level.size
         )
 
@@ -211,7 +211,7 @@ def update_average(target: Tensor, data: Tensor, before: Tensor, times: int = 1)
 def find_logging_level() -> Any:
     """The innermost running level whose examples are calls of the function; None without one."""
     level: Any = top()
-    while level is not None and not (hasattr(level, "mutation_log") and level.calls is None):
+    while level is not None and not (hasattr(level, "state") and level.state.calls is None):
         level = level.parent
     return level
 

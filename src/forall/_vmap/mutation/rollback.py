@@ -135,9 +135,9 @@ def find_logs(level: Any) -> list[tuple[Any, Any]]:
     """A level and those further out that have a ledger, each with its own."""
     found = []
     while level is not None:
-        ledger = getattr(level, "mutation_log", None)
-        if ledger is not None:
-            found.append((level, ledger))
+        state = getattr(level, "state", None)
+        if state is not None:
+            found.append((level, state.mutation_log))
         level = level.parent
     return found
 
@@ -150,11 +150,11 @@ class _suspend_logs:
     def __enter__(self) -> None:
         self.ledgers = find_logs(top())
         for level, ledger in self.ledgers:
-            level.mutation_log = type(ledger)()
+            level.state.mutation_log = type(ledger)()
 
     def __exit__(self, *_: object) -> None:
         for level, ledger in self.ledgers:
-            level.mutation_log = ledger
+            level.state.mutation_log = ledger
 
 
 def get_grad_key(leaf: Tensor) -> int:

@@ -7,7 +7,7 @@ are rewritten with operators that take the batched tensor instead of a number.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,12 +28,9 @@ from forall._vmap.concretize import concretize_for_user, get_plain_numbers
 from forall._vmap.failing_example import check_fits, first_error
 from forall._vmap.mutation.mutation_log import log_plain_read, make_summed_grad_error
 from forall._vmap.mutation.pending_updates import is_shared_external, require_all_examples
-from forall._vmap.mutation.rollback import get_grad_key
+from forall._vmap.mutation.rollback import find_logs, get_grad_key
 from forall._vmap.mutation.view_copies import make_view_copy
 from forall._vmap.registry import CALLS, IN_PLACE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -275,29 +272,21 @@ def _use_example_strides(x: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _iterate_levels() -> Iterator[Any]:
-    level: Any = top()
-    while level is not None:
-        if hasattr(level, "mutation_log"):
-            yield level
-        level = level.parent
-
-
 def _get_grad(x: Tensor) -> Any:
-    for level in _iterate_levels():
-        if id(x) in level.mutation_log.leaves:
+    for level, log in find_logs(top()):
+        if id(x) in log.leaves:
             raise make_summed_grad_error(x)
         if is_shared_external(x, level):
             require_all_examples(level, "x.grad", x)
-            level.mutation_log.read.add(get_grad_key(x))
+            log.read.add(get_grad_key(x))
     return NotImplemented
 
 
 def _set_grad(x: Tensor, _new: Any) -> Any:
-    for level in _iterate_levels():
+    for level, log in find_logs(top()):
         if is_shared_external(x, level):
             require_all_examples(level, "x.grad = ..", x)
-            level.mutation_log.log_grad_write(x)
+            log.log_grad_write(x)
     return NotImplemented
 
 

@@ -118,7 +118,7 @@ def _make_initial_stats(running: tuple, level: Any) -> tuple:
 
     The updates of the examples are added to shared statistics later (`log_step`).
     """
-    if level.calls == 1:
+    if level.state.calls == 1:
         keep_once_written(level, running)
         return running
     return tuple(
@@ -130,7 +130,7 @@ def _make_initial_stats(running: tuple, level: Any) -> tuple:
 def _note_reads(level: Any, func: Any, running: tuple) -> None:
     for s in running:
         if is_shared_external(s, level):
-            level.mutation_log.log_read(func, s)
+            level.state.mutation_log.log_read(func, s)
 
 
 def make_mapped_handler(form: BatchNormSignature) -> Callable:
@@ -175,7 +175,7 @@ def make_shared_handler(form: BatchNormSignature) -> Callable:
             given[form.stats_index : form.stats_index + 2] = [lower_shared(s, level) for s in begun]
             out = func(*given)
             for target, value in zip(running, begun, strict=True):
-                if value is not target and level.calls is None:
+                if value is not target and level.state.calls is None:
                     log_step(level, func, target, AffineUpdate(1 - momentum, value, mapped=False))
         else:
             _note_reads(level, func, running)

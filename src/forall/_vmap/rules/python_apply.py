@@ -17,6 +17,7 @@ from forall._core.errors import shared_write_error
 from forall._core.levels import run_outside, top
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.mutation.mutation_log import log_plain_read
+from forall._vmap.mutation.rollback import find_logs
 from forall._vmap.per_example import (
     find_mapped_levels,
     iter_example_numbers,
@@ -45,7 +46,7 @@ def _make_apply(name: str) -> Any:
             if not isinstance(t, Wrapper):
                 log_plain_read(f"x.{name}()", t)
         around = _list_levels()
-        if any(hasattr(level, "mutation_log") for level in around) and _is_shared_older(x):
+        if find_logs(top()) and _is_shared_older(x):
             raise shared_write_error(
                 f"x.{name}()", x, []
             )  # examples would see each other's results

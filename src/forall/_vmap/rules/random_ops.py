@@ -56,7 +56,7 @@ def make_seeded_handler(rule: Callable) -> Callable:
     """Return a handler that refuses with randomness='error' and runs ``rule`` otherwise."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        if level.randomness == "error":
+        if level.config.randomness == "error":
             raise make_randomness_error(func)
         return rule(level, func, args, kwargs)
 
@@ -76,7 +76,7 @@ def register_random(rules: dict[Any, Callable]) -> None:
 def _draw_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run x.uniform_() and its like, which overwrite x with a draw."""
     x, *rest = args
-    if level.randomness == "same" and not any(is_mapped(a, level) for a in rest):
+    if level.config.randomness == "same" and not any(is_mapped(a, level) for a in rest):
         rest = [lower_shared(a, level) for a in rest]
         if not is_mapped(x, level):
             func(lower_shared(x, level), *rest, **kwargs)
@@ -86,7 +86,7 @@ def _draw_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         target.copy_(func(one, *rest, **kwargs))
         return x
     target = get_writable_stack(level, func, x, list(rest))
-    if level.randomness == "same":  # bernoulli_(p) with a batched p
+    if level.config.randomness == "same":  # bernoulli_(p) with a batched p
         drawn = torch.rand(target.shape[1:], device=target.device, **kwargs)
         target.copy_(drawn < _pad_rank(rest[0], target.dim() - 1, level))
     else:
@@ -129,7 +129,7 @@ def make_factory_rule(place: int) -> Callable:
     """Return the rule of a factory function whose argument number ``place`` is the size."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        if level.randomness == "same":
+        if level.config.randomness == "same":
             return wrap_stack(func(*args, **kwargs), None, level)
         args = (*args[:place], [level.size, *args[place]], *args[place + 1 :])
         return wrap_stack(func(*args, **kwargs), 0, level)
@@ -143,7 +143,7 @@ def _draw_like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if any(is_mapped(a, level) for a in rest):  # randint_like(x, high) with a batched high
         raise make_randomness_error(func) from None
     value = expand_to_stack(x, level)
-    if level.randomness == "same":
+    if level.config.randomness == "same":
         one = value.new_empty(value.shape[1:])
         return wrap_stack(func(one, *rest, **kwargs), None, level)
     return wrap_stack(func(value, *rest, **kwargs), 0, level)
@@ -152,7 +152,7 @@ def _draw_like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 def _permutation(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     n, generator = args[0], kwargs.pop("generator", None)
     options = {"dtype": torch.int64, **{k: v for k, v in kwargs.items() if v is not None}}
-    if level.randomness == "same":
+    if level.config.randomness == "same":
         drawn = aten.randperm.generator(n, generator=generator, **options)
         return wrap_stack(drawn, None, level)
     # Ranks of doubles: two of them are equal too rarely to tell.
@@ -196,7 +196,7 @@ def _normal(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     ours = any(is_mapped(a, level) for a in given)
     mean, std = (_pad_rank(a, len(shape), level) if isinstance(a, Tensor) else a for a in args)
     head = mean if isinstance(mean, Tensor) else std
-    several = level.randomness == "different"
+    several = level.config.randomness == "different"
     z = head.new_empty([level.size, *shape] if several else shape).normal_(**kwargs)
     if ours and not several:
         z = z.expand(level.size, *shape)
@@ -225,10 +225,10 @@ def make_distribution_rule(draw: Callable) -> Callable:
         tensors = [a for a in args if isinstance(a, Tensor)]
         rest = [a for a in args if not isinstance(a, Tensor)]
         mapped = any(is_mapped(a, level) for a in tensors)
-        if level.randomness == "same" and not mapped:
+        if level.config.randomness == "same" and not mapped:
             out = func(*[lower_shared(a, level) for a in args], **kwargs)
             return wrap_results(out, None, level)
-        if level.randomness == "same" and level.size:
+        if level.config.randomness == "same" and level.size:
             return _draw_per_example(level, func, args, kwargs)
         rank = max(count_example_dims(a, level) for a in tensors)
         stacks = [expand_to_stack(a, level) for a in tensors]
@@ -256,9 +256,9 @@ def _dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if train is False or p == 0:
         with reenter_level(level):
             return aten.clone.default(x), aten.ones_like.default(x, dtype=torch.bool)
-    if level.randomness == "error":
+    if level.config.randomness == "error":
         raise make_randomness_error(func)
-    if level.randomness == "same":
+    if level.config.randomness == "same":
         value = expand_to_stack(x, level)
         mask = value.new_empty(value.shape[1:], dtype=torch.bool).bernoulli_(1 - p)
         mask = mask.expand(value.shape)
@@ -277,7 +277,7 @@ def _rrelu(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             slope = (lower_ + upper) / 2
             out = aten.leaky_relu.default(x, slope)
         else:
-            if level.randomness == "error":
+            if level.config.randomness == "error":
                 raise make_randomness_error(func)
             drawn = aten.uniform_.default(aten.empty_like.default(noise), lower_, upper, **given)
             slopes = torch.where(x <= 0, drawn, 1.0)
@@ -355,11 +355,11 @@ def make_dropout_handler(handler: Callable) -> Callable:
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         ours = any(is_mapped(a, level) for a in (*args, *kwargs.values()))
         if torch_ops.probability(func, args, kwargs):
-            if level.randomness == "error":
+            if level.config.randomness == "error":
                 raise make_randomness_error(func)
-            if level.randomness == "same" and ours:
+            if level.config.randomness == "same" and ours:
                 return _draw_per_example(level, func, args, kwargs)
-            if level.randomness == "different" and not ours:
+            if level.config.randomness == "different" and not ours:
                 first, *rest = args
                 return handler(
                     level,
@@ -383,7 +383,7 @@ def make_keyed_handler(handler: Callable) -> Callable:
     """
 
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        scope = level.scope
+        scope = level.state.scope
         if (
             scope is None
             or (level.active and scopes.running is None)

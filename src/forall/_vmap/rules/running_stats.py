@@ -38,7 +38,7 @@ def _float(counter: Tensor) -> Any:
         return NotImplemented
     if not (is_shared_external(counter, level) or is_mapped(counter, level)):
         return NotImplemented
-    level.counted = counter
+    level.state.batch_count = counter
     return 1.0
 
 
@@ -54,10 +54,10 @@ def _is_called_from(code: CodeType) -> bool:
 
 def _batch_norm(x: Tensor, running_mean: Any, running_var: Any, *args: Any, **kwargs: Any) -> Any:
     level = find_logging_level()
-    counter = None if level is None else level.counted
+    counter = None if level is None else level.state.batch_count
     if counter is None:
         return NotImplemented
-    level.counted = None
+    level.state.batch_count = None
     with functions_off():
         own = torch.zeros_like(running_mean), torch.zeros_like(running_var)
         out = F.batch_norm(x, *own, *args, **kwargs)  # momentum 1: own are the batch's statistics
