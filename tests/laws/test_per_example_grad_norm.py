@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forall
 from forall import grad, jvp, per_example_grad_norm, vmap
-from forall._autodiff.grad_norms import ghost_norm
+from forall._vmap.lazy_grad import ghost_norm
 
 D = torch.float64
 
@@ -127,6 +127,14 @@ MODELS = {
     "lstm": (lambda: nn.LSTM(8, 12), (3, 8)),
     "einsum": (lambda: Of(lambda x, w: torch.einsum("si,io->os", x, w), 14, 20), (2, 14)),
     "heads": (lambda: Of(lambda x, w: torch.einsum("si,hio->hso", x, w), 3, 14, 20), (2, 14)),
+    "a dim of size one": (lambda: Of(lambda x, w: F.linear(x, w.squeeze(0)), 1, 20, 14), (14,)),
+    "dims in another order": (
+        lambda: Of(lambda x, w: x @ w.movedim(2, 0).reshape(14, 20), 4, 5, 14),
+        (2, 14),
+    ),
+    "one of two": (lambda: Of(lambda x, w: x @ w[1], 2, 14, 20), (2, 14)),
+    "a part": (lambda: Of(lambda x, w: x @ w[:, 3:17], 14, 20), (2, 14)),
+    "one by one": (lambda: Of(lambda x, w: sum(x @ a for a in w), 3, 14, 20), (2, 14)),
     "matrix times vector": (lambda: Of(lambda x, w: w @ x, 20, 14), (14,)),
     "complex": (lambda: Of(lambda x, w: torch.view_as_real(x * w.exp() * 1j), 14), (14,)),
     "conv1d": (lambda: nn.Conv1d(12, 14, 3), (12, 6)),
@@ -260,14 +268,13 @@ MADE = {"decayed", "steps"}
 def made(monkeypatch):
     """How often a product has been made after all."""
     found = []
-    make = ghost_norm.TermSum.value
+    make = ghost_norm.DeferredProduct.make
 
-    def noted(whole):
-        if whole.terms:
-            found.append(whole.terms)
-        return make(whole)
+    def noted(product):
+        found.append(product.terms)
+        return make(product)
 
-    monkeypatch.setattr(ghost_norm.TermSum, "value", noted)
+    monkeypatch.setattr(ghost_norm.DeferredProduct, "make", noted)
     return found
 
 
@@ -276,6 +283,29 @@ def test_no_weight_that_is_used_as_a_factor_has_its_gradient_made(name, made):
     module, xs = model(name)
     per_example_grad_norm(loss_of(module))(bare(module), xs)
     assert bool(made) == (name in MADE)
+
+
+HOOKS = {
+    "reads": lambda g: repr(g) and None,
+    "returns another": lambda g: g * 2,
+    "writes": lambda g: g.mul_(2),
+    "writes into what it has a view of": lambda g: (g.t(), g.mul_(3))[0].t(),
+    "writes into a part": lambda g: (g[:2].zero_(), g)[1],
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_sees_a_lazy_product_as_any_other_gradient(name):
+    torch.manual_seed(0)
+    w, xs = torch.randn(20, 14, dtype=D), torch.randn(3, 2, 14, dtype=D)
+
+    def loss(w, x):
+        turned = w.t()
+        turned.register_hook(HOOKS[name])
+        return (x @ turned).sin().sum()
+
+    expected = vmap(grad(loss), (None, 0))(w, xs).flatten(1).norm(dim=1)
+    torch.testing.assert_close(per_example_grad_norm(loss)(w, xs), expected)
 
 
 def test_sums_that_cancel_have_no_rounding_error_of_their_square():

@@ -13,8 +13,8 @@ import torch
 import forall
 from forall._compat.shapes import broadcast_shapes
 from forall._vmap.lazy_grad.lazy_tensor import (
-    _IN_ZEROS,
     _SHAPES,
+    IN_ZEROS,
     infer_convolution_shape,
     make_meta_result,
 )
@@ -97,7 +97,7 @@ def _given(op):
         return given + ([((x, x[:1]),)] if op is aten.cat.default else [])
     if op is aten.threshold_backward.default:
         return [(x, y, 0), (x.mT, y.mT, 0)]
-    if str(op).endswith("backward.default") and op not in _IN_ZEROS:
+    if str(op).endswith("backward.default") and op not in IN_ZEROS:
         return [(x, y), (x.mT, y.mT), (x.double(), y.double())]
     if op in (aten.flip.default, aten.roll.default):
         return [(z, [1]), (x.mT, [1])]

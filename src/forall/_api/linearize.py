@@ -22,7 +22,6 @@ from forall._autodiff.dual_tensor import make_dual
 from forall._autodiff.linear_tape import (
     LinearProgram,
     TapeLevel,
-    drop_tangents,
     extract_program,
     make_tape,
 )
@@ -149,14 +148,14 @@ class _TangentProgram:
         return self.linear.play(constants, seeds)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _TangentProgram and self._make_key() == other._make_key()
+        return (
+            type(other) is _TangentProgram
+            and self.linear == other.linear
+            and self.out_spec == other.out_spec
+        )
 
     def __hash__(self) -> int:
-        return hash(self.linear.ends)
-
-    def _make_key(self) -> tuple:
-        linear = self.linear
-        return linear.steps, linear.ends, linear.first, linear.strides, self.out_spec
+        return hash((*self.linear.outputs,))
 
 
 def _linearize_eagerly(func: Callable, *primals: Any) -> tuple:
@@ -194,12 +193,10 @@ def _record_tangents(
         torch.enable_grad(),
         reverse_mode.VariableScope() as own,
     ):
-        tapes = TapeLevel(below)
         level = jvp_level.JvpLevel(below, outer)
-        level.tapes = tapes
-        tapes.count = len(flat)  # from here on: making a dual may take steps
         here = [lift(unwrap_posed(p), below) for p in flat]
         seeds = [torch.zeros_like(p) for p in here]
+        level.tapes = tapes = TapeLevel(below, seeds)
         duals = [
             restore_users_class(make_dual(p, make_tape(seed, slot, tapes), level), given)
             for slot, (p, seed, given) in enumerate(zip(here, seeds, flat, strict=True))
@@ -210,10 +207,10 @@ def _record_tangents(
             )
         finally:
             level.tapes = None  # a reference cycle through torch's graph would never be freed
-        drop_tangents(tapes)
+        tapes.drop_tangents()
     value = pytree.unflatten([p for p, _ in pairs], out_spec)
     pairs = [(unwrap_posed(p), t) for p, t in pairs]
-    linear, constants = extract_program(tapes, pairs, tuple(seed.stride() for seed in seeds))
+    linear, constants = extract_program(tapes, pairs)
     found = value, aux, constants
     value, aux, constants = (
         reverse_mode.detach_from_run(found, own, outer) if outer else detach_results(found)

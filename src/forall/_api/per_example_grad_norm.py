@@ -15,11 +15,11 @@ from forall._api.grad import grad_and_value
 from forall._api.typing import Chunk
 from forall._api.vmap import vmap
 from forall._autodiff import reverse_mode
-from forall._autodiff.grad_norms import ghost_norm
 from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import functions_off
 from forall._compat.tensor_subclass import unwrap_posed
-from forall._core.levels import may_carry_tangents
+from forall._core.levels import may_carry_tangents, top
+from forall._vmap.lazy_grad import ghost_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,8 +147,13 @@ def _compute_norm(func: Callable, args: tuple, kwargs: dict, which: tuple, has_a
         with functions_off():  # a pass that is not recorded cuts tangents too
             leads = outer and reverse_mode.leads_outside((scalar,), run)
             recorded = leads or may_carry_tangents()
-        squares = ghost_norm.squared_norms(scalar, variables, create_graph=recorded)
+        ones = reverse_mode.make_ones(scalar)
+        with ghost_norm.GhostNormMode(top()):
+            found = reverse_mode.pull_back_incomplete(
+                (scalar,), (ones,), variables, retain_graph=recorded, create_graph=recorded
+            )
         with functions_off():
+            squares = [*map(ghost_norm.compute_squared_norm, found, variables)]
             norm = _take_root_of_sum(squares).to(_find_norm_dtype(variables))
     return reverse_mode.detach_from_run((norm, value, *aux), run, outer)
 

@@ -1,19 +1,20 @@
 """The tangent program of a function: the operators that forward mode runs on a tangent, recorded.
 
 `linearize` runs its function once with a tape tensor as tangent. PyTorch's forward formulas use it
-as any tensor, and every operator that they call on it is recorded. The list is a linear program in
+as any tensor, and every operator that they call on it is recorded. The graph is a linear program in
 the tangent. Its constants are the primal values with their autograd history, so its results are
 differentiable with respect to the point of linearisation too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._compat.dispatch_state import functions_off
-from forall._compat.op_schema import flatten_tensors, get_facts, map_arguments
+from forall._compat.op_schema import get_facts, map_arguments
 from forall._compat.private_api import OpOverload, functions_pass, split_tangent
 from forall._compat.storage import get_storage_id, has_memory
 from forall._compat.symbolic_zeros import LINEAR, simplify_linear
@@ -21,11 +22,60 @@ from forall._compat.wrapper_tensor import Wrapper, make_shell, unwrap_all
 from forall._core.host_reads import format_numbers
 from forall._core.levels import Level, apply_at_level, find_innermost_of
 from forall._core.sparse_operands import is_sparse
+from forall._jit.graph import FusedNode, Graph, OpNode, Ref
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class LinearProgram(Graph):
+    """A tangent program, which is linear in its first inputs, the tangents.
+
+    While it is recorded, the other values that it reads are ``constants``. `extract_program` makes
+    them further inputs, so that all calls of a kind can share the program. Tangents first get these
+    ``strides``, with conjugation resolved. They are copied if any step writes: the step would
+    change the user's tensor, and its entries may overlap.
+    """
+
+    count: int  # of its values
+    strides: tuple
+    writes: bool = False  # True if a step writes into a tangent
+
+    def find_roots(self) -> list[int]:
+        return [0] * self.count  # aliases are not recorded, so that every write is kept
+
+    def may_raise(self, node: OpNode) -> bool:
+        return False  # the same constants have raised nothing when it was recorded
+
+    def is_plain(self) -> bool:
+        """True if all steps are operators, none a function that a call has made."""
+        return not any(isinstance(node, FusedNode) for node in self.nodes)
+
+    def play(self, constants: list[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the program on other tangents."""
+        tangents = map(self._lay_out_seed, seeds, self.strides)
+        env = dict(zip(self.inputs, (*tangents, *constants), strict=True))
+        for node in self.nodes:
+            node.run(env)
+        return [env[n] for n in self.outputs]
+
+    def _lay_out_seed(self, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        seed = seed.resolve_conj().resolve_neg()
+        if seed.stride() == strides and not self.writes:
+            return seed
+        return seed.new_empty_strided(seed.shape, strides).copy_(seed)
+
+
+@dataclass(slots=True)
+class _ConstantNumbers:
+    """The numbers of the constants of a program that is being recorded."""
+
+    by_id: dict[int, int] = field(default_factory=dict)
+    by_storage: dict[int | None, list[int]] = field(default_factory=dict)
+    indexed: int = 0  # the values with a lower number are in ``by_storage``
 
 
 class TapeLevel(Level):
@@ -33,12 +83,11 @@ class TapeLevel(Level):
 
     ends = False
 
-    def __init__(self, parent: Level | None) -> None:
+    def __init__(self, parent: Level | None, seeds: list[torch.Tensor]) -> None:
         super().__init__(parent)
-        self.steps: list[tuple[Any, tuple, dict, int]] = []
-        self.count = 0
-        self._by_room: dict[int | None, list[int]] = {}  # steps, by the memory of their constants
-        self._looked_at = 0
+        strides = tuple(seed.stride() for seed in seeds)
+        self.program = LinearProgram([*range(len(seeds))], {}, {}, [], [], len(seeds), strides)
+        self._numbers = _ConstantNumbers()
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run one operator on the values and record it as a step."""
@@ -55,19 +104,22 @@ class TapeLevel(Level):
             func, args, kwargs = known or (func, args, kwargs)
         values, named = map_arguments(_to_value, args, kwargs)
         out = func(*values, **named)
-        self.steps.append((func, *map_arguments(_to_slot, args, kwargs), self.count))
-        fact = get_facts(func) if isinstance(func, OpOverload) else None
-        if fact is not None and fact.mutates:
-            target = args[fact.mutates[0]] if isinstance(fact.mutates[0], int) else None
-            if not isinstance(target, Tape):
-                raise NotImplementedError(
-                    f"linearize: {func} writes a tangent into a tensor that has none.\n"
-                    "Use the form that returns a new tensor."
-                )
-            self.count += 1
-            target.look_like_value()
-            return target
-        return self._wrap_results(out)
+        given = map_arguments(self._make_ref, args, kwargs)
+        if not isinstance(func, OpOverload):
+            return self._add_node(FusedNode(func, *given, None, []), out)
+        node, fact = OpNode(func, *given, None), get_facts(func)
+        if not fact.mutates:
+            return self._add_node(node, out)
+        target = args[fact.mutates[0]] if isinstance(fact.mutates[0], int) else None
+        if not isinstance(target, Tape):
+            raise NotImplementedError(
+                f"linearize: {func} writes a tangent into a tensor that has none.\n"
+                "Use the form that returns a new tensor."
+            )
+        node.outs = target.slot
+        self.program.nodes.append(node)
+        target.look_like_value()
+        return target
 
     def apply_further_out(self, h: Any, args: tuple) -> tuple:
         """Run ``h``, which is linear in its tapes, as one step of the program."""
@@ -77,48 +129,71 @@ class TapeLevel(Level):
 
         return self.record_step(step, args)
 
-    def record_step(self, step: Callable[..., tuple], args: tuple) -> tuple:
+    def record_step(self, step: Callable, args: Sequence) -> Any:
         """Call ``step`` on the values and record it as one step of the program."""
-        out = step(*map_arguments(_to_value, args, {})[0])
-        self.steps.append((step, *map_arguments(_to_slot, args, {}), self.count))
-        return self._wrap_results(out)
+        out = step(*map(_to_value, args))
+        return self._add_node(FusedNode(step, tuple(map(self._make_ref, args)), {}, None, []), out)
 
     def copy_constants(self, written: list[torch.Tensor]) -> None:
         """Copy the constants whose memory the function is about to write to."""
-        for i, (_, args, kwargs, _) in enumerate(self.steps[self._looked_at :], self._looked_at):
-            for room in {_get_storage(t) for t in flatten_tensors((*args, *kwargs.values()))}:
-                self._by_room.setdefault(room, []).append(i)
-        self._looked_at = len(self.steps)
-        rooms, copies = {_get_storage(t) for t in written}, {}
+        constants, numbers = self.program.constants, self._numbers
+        for n in range(numbers.indexed, self.program.count):
+            if n in constants:
+                numbers.by_storage.setdefault(_get_storage(constants[n]), []).append(n)
+        numbers.indexed = self.program.count
+        for storage in {_get_storage(t) for t in written}:
+            for n in numbers.by_storage.pop(storage, ()):
+                del numbers.by_id[id(constants[n])]
+                constants[n] = _to_primal(constants[n]).clone()
 
-        def copy_written(a: Any) -> Any:
-            if not isinstance(a, torch.Tensor) or _get_storage(a) not in rooms:
-                return a
-            if id(a) not in copies:
-                copies[id(a)] = _to_primal(a).clone()
-            return copies[id(a)]
+    def drop_tangents(self) -> None:
+        """Remove tangents from the constants. It has to be called while forward mode is on.
 
-        for i in {i for room in rooms for i in self._by_room.pop(room, ())}:
-            func, args, kwargs, slot = self.steps[i]
-            self.steps[i] = (func, *map_arguments(copy_written, args, kwargs), slot)
+        A formula may use its operator's result, which then gets a tape as tangent. If the program
+        ran inside another jvp, such a constant would record again.
+        """
+        constants = self.program.constants
+        constants.update({n: _to_primal(t) for n, t in constants.items()})
+        self._numbers.by_id = {id(t): n for n, t in constants.items()}
 
     def lift_one_level(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # a constant of the program
 
     def apply_to_inner(self, tensors: list, f: Any) -> Any:
         """Run ``f``, which is linear in the tapes, as one step."""
-        out = f(*map(_to_value, tensors))
-        self.steps.append((f, tuple(map(_to_slot, tensors)), {}, self.count))
-        return self._wrap_results(out)
+        return self.record_step(f, tensors)
 
-    def _wrap_results(self, out: Any) -> Any:
+    def add_constant(self, t: torch.Tensor) -> int:
+        """The number of a constant, which is entered with its first use."""
+        n = self._numbers.by_id.get(id(t))
+        if n is None:
+            n = self._numbers.by_id[id(t)] = self.add_value()
+            self.program.constants[n] = t
+        return n
+
+    def _make_ref(self, a: Any) -> Any:
+        if not isinstance(a, torch.Tensor):
+            return a
+        return Ref(a.slot if isinstance(a, Tape) else self.add_constant(a))
+
+    def add_value(self) -> int:
+        self.program.count += 1
+        return self.program.count - 1
+
+    def _add_node(self, node: OpNode, out: Any) -> Any:
+        wrapped, node.outs = self._wrap_results(out)
+        self.program.nodes.append(node)
+        return wrapped
+
+    def _wrap_results(self, out: Any) -> tuple[Any, Any]:
+        """The results of a step as tapes, and their numbers."""
         if isinstance(out, torch.Tensor):
-            self.count += 1
-            return make_tape(out, self.count - 1, self)
+            n = self.add_value()
+            return make_tape(out, n, self), n
         if isinstance(out, (list, tuple)):
-            return type(out)(self._wrap_results(o) for o in out)
-        self.count += 1
-        return out
+            found = [self._wrap_results(o) for o in out]
+            return type(out)(o for o, _ in found), [n for _, n in found]
+        return out, None
 
 
 class Tape(Wrapper):
@@ -131,7 +206,9 @@ class Tape(Wrapper):
         return self
 
     def lay_out_alone(self, gaps: bool = False) -> bool:
-        self.level.run(_lay_out_in_place, (self,), {"gaps": gaps})
+        _lay_out_in_place(self.value, gaps)
+        refs, named, n = (Ref(self.slot),), {"gaps": gaps}, self.slot
+        self.level.program.nodes.append(FusedNode(_lay_out_in_place, refs, named, n, [n]))
         self.look_like_value()
         return True
 
@@ -161,60 +238,21 @@ _QUESTIONS = {
 }
 
 
-class TapeSlot(int):
-    """The number of a value in the program, which replaces a tape among a step's arguments."""
-
-
 def _get_storage(t: torch.Tensor) -> int | None:
     """The storage of a tensor, or None if it has none, as a sparse tensor."""
     t = unwrap_all(t)
     return get_storage_id(t) if has_memory(t) else None
 
 
-def _to_slot(a: Any) -> Any:
-    return TapeSlot(a.slot) if isinstance(a, Tape) else a
-
-
 def _to_value(a: Any) -> Any:
     return a.value if isinstance(a, Tape) else a
 
 
-def drop_tangents(level: TapeLevel) -> None:
-    """Remove tangents from the program's constants. It has to be called while forward mode is on.
-
-    A formula may use its operator's result, which then gets a tape as tangent. If the program ran
-    inside another jvp, such a constant would record again.
-    """
-    level.steps = [
-        (func, *map_arguments(_to_primal, args, kwargs), slot)
-        for func, args, kwargs, slot in level.steps
-    ]
-
-
-def _to_primal(a: Any) -> Any:
-    if not isinstance(a, torch.Tensor) or is_sparse(a):  # these have no tangent
+def _to_primal(a: torch.Tensor) -> torch.Tensor:
+    if is_sparse(a):  # these have no tangent
         return a
     primal, tangent = split_tangent(a, level=0)
     return a if tangent is None else primal
-
-
-def prune_steps(level: TapeLevel, ends: list[int | None]) -> None:
-    """Remove the steps that no result needs. It has to be called before the program is extracted.
-
-    Formulas run operators for shapes alone, and zero tensors may even be on another device. Steps
-    that write in place are kept, as aliases are not recorded.
-    """
-    live = {end for end in ends if end is not None}
-    kept = []
-    after = level.count
-    for step in reversed(level.steps):
-        func, args, kwargs, slot = step
-        if _is_write(func) or not live.isdisjoint(range(slot, after)):
-            live.update(_find_slots(args))
-            live.update(_find_slots(kwargs.values()))
-            kept.append(step)
-        after = slot
-    level.steps = kept[::-1]
 
 
 def _lay_out_in_place(tangent: torch.Tensor, gaps: bool) -> torch.Tensor:
@@ -224,96 +262,22 @@ def _lay_out_in_place(tangent: torch.Tensor, gaps: bool) -> torch.Tensor:
     return tangent
 
 
-def _is_write(func: Any) -> bool:
-    return func is _lay_out_in_place or (
-        isinstance(func, OpOverload) and bool(get_facts(func).mutates)
-    )
+def extract_program(level: TapeLevel, pairs: list) -> tuple[LinearProgram, list[torch.Tensor]]:
+    """Return the program that computes the tangents of these primals, and its constants.
 
-
-def _find_slots(args: Any) -> list[int]:
-    found: list[int] = []
-    for a in args:
-        if type(a) is TapeSlot:
-            found.append(a)
-        elif isinstance(a, (list, tuple)):
-            found += _find_slots(a)
-    return found
-
-
-class LinearProgram:
-    """A tangent program without its constants, whose slots follow those of the steps.
-
-    ``ends`` are the slots of the results. A result that does not depend on the tangents is zeros
-    like a constant. Tangents first get these ``strides``, with conjugation resolved. They are
-    copied if any step writes: the step would change the user's tensor, and its entries may overlap.
+    A result that does not depend on the tangents is zeros like a constant.
     """
-
-    def __init__(self, steps: tuple, ends: tuple, first: int, strides: tuple) -> None:
-        self.steps, self.ends, self.first, self.strides = steps, ends, first, strides
-        self.writes = any(_is_write(func) for func, *_ in steps)
-
-    def is_plain(self) -> bool:
-        """True if all steps are operators, none a function that a call has made."""
-        return all(isinstance(func, OpOverload) for func, *_ in self.steps)
-
-    def play(self, constants: list[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the program on other tangents."""
-        slots: dict[int, Any] = dict(enumerate(map(self._lay_out_seed, seeds, self.strides)))
-        slots.update(enumerate(constants, self.first))
-        for func, args, kwargs, slot in self.steps:
-            filled = [_fill_slots(a, slots) for a in args]
-            out = func(*filled, **{k: _fill_slots(a, slots) for k, a in kwargs})
-            slots.update(enumerate(out if isinstance(out, (list, tuple)) else (out,), slot))
-        return [torch.zeros_like(slots[n]) if n >= self.first else slots[n] for n in self.ends]
-
-    def _lay_out_seed(self, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-        seed = seed.resolve_conj().resolve_neg()
-        if seed.stride() == strides and not self.writes:
-            return seed
-        return seed.new_empty_strided(seed.shape, strides).copy_(seed)
-
-
-def _fill_slots(a: Any, slots: dict[int, Any]) -> Any:
-    """Return a step's argument, with slots replaced by their values."""
-    # `map_in_lists` would take an eighth more time. For why it is no function inside another, see
-    # NOTE [functions that call themselves].
-    if type(a) is TapeSlot:
-        return slots[a]
-    return [_fill_slots(b, slots) for b in a] if type(a) is tuple else a
-
-
-class _ConstantSlots:
-    """The constants of a program, and their slots, which follow those of the steps."""
-
-    def __init__(self, level: TapeLevel) -> None:
-        self.level = level
-        self.tensors: list[torch.Tensor] = []
-        self._places: dict[int, TapeSlot] = {}
-
-    def assign_slots(self, a: Any) -> Any:
-        if isinstance(a, (list, tuple)):
-            return tuple(map(self.assign_slots, a))
-        if not isinstance(a, torch.Tensor):
-            return a
-        if isinstance(a, Tape) and a.level is self.level:
-            raise AssertionError("a tangent is among the constants: what was done to it is lost")
-        if id(a) not in self._places:
-            self._places[id(a)] = TapeSlot(self.level.count + len(self.tensors))
-            self.tensors.append(a)
-        return self._places[id(a)]
-
-
-def extract_program(
-    level: TapeLevel, pairs: list, strides: tuple
-) -> tuple[LinearProgram, list[torch.Tensor]]:
-    """Return the program that computes the tangents of these primals, and its constants."""
-    ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
-    prune_steps(level, ends)
-    constants = _ConstantSlots(level)
-    placed = constants.assign_slots
-    steps = tuple(
-        (func, placed(args), tuple((k, placed(a)) for k, a in kwargs.items()), slot)
-        for func, args, kwargs, slot in level.steps
-    )
-    at_ends = tuple(placed(p) if n is None else n for n, (p, _) in zip(ends, pairs, strict=True))
-    return LinearProgram(steps, at_ends, level.count, strides), constants.tensors
+    program = level.program
+    for primal, tangent in pairs:
+        if isinstance(tangent, Tape):
+            program.outputs.append(tangent.slot)
+        else:
+            like, n = Ref(level.add_constant(primal)), level.add_value()
+            program.nodes.append(OpNode(aten.zeros_like.default, (like,), {}, n))
+            program.outputs.append(n)
+    # Formulas run operators for shapes alone, and zero tensors may even be on another device.
+    program.eliminate_dead_code()
+    program.writes = any(node.writes() for node in program.nodes)
+    program.inputs += program.constants
+    constants, program.constants = [*program.constants.values()], {}
+    return program, constants

@@ -28,6 +28,7 @@ OURS = frozenset(
     {
         "axis",
         "chain",
+        "deferred",
         "family",
         "left",
         "level",
@@ -35,9 +36,10 @@ OURS = frozenset(
         "narrowed",
         "read",
         "records_on_value",
+        "slot",
         "source_version",
+        "value",
     }
-    | {"counts", "depth", "held", "make_it", "add_up", "parts", "slot", "value", "whole"}
 )
 
 

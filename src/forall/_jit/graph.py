@@ -1,4 +1,4 @@
-"""Programs: the graph of a recorded call, a straight line of operators on numbered values."""
+"""Graphs: straight lines of operators on numbered values, of a recorded call or of a tangent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._compat.op_schema import find_written_args
+from forall._compat.op_schema import find_written_args, get_facts
 from forall._compat.value_errors import may_raise
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ class Ref:
 
     def __repr__(self) -> str:
         return f"v{self.n}"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Ref and self.n == other.n
+
+    def __hash__(self) -> int:
+        return hash((Ref, self.n))
 
 
 class Layout(NamedTuple):
@@ -96,6 +102,17 @@ class OpNode:
             found += find_refs(a)
         return found
 
+    @property
+    def is_seeded(self) -> bool:
+        """True if the operator draws random numbers."""
+        return get_facts(self.op).seeded
+
+    def run(self, env: dict[int, Any]) -> None:
+        """Run the operator on the values in ``env``, and enter its results there."""
+        args = [_fill_refs(a, env) for a in self.args]
+        made = self.op(*args, **{k: _fill_refs(a, env) for k, a in self.kwargs.items()})
+        bind_outs(self.outs, made, env)
+
     def replace_inputs(self, other: dict[int, int]) -> None:
         """Replace values among the arguments: ``other`` maps old numbers to new ones."""
         if not other or other.keys().isdisjoint(self.reads()):
@@ -114,32 +131,75 @@ class FusedNode(OpNode):
     def writes(self) -> list[int]:
         return self.written
 
+    @property
+    def is_seeded(self) -> bool:
+        return False
+
 
 @dataclass(slots=True)
-class Program:
-    """The graph of a recorded call.
+class Graph:
+    """A straight line of operators.
 
     ``inputs`` are the arguments of a call. ``captured`` are tensors that the function reaches by
-    other ways, read anew in each call. ``constants`` are kept with the program.
+    other ways, read anew in each call. ``constants`` are kept with the graph.
     """
 
-    values: list[Value]
     inputs: list[int]
     captured: dict[int, torch.Tensor]
     constants: dict[int, torch.Tensor]
     nodes: list[OpNode]
     outputs: list[int]
+
+    def find_roots(self) -> list[int]:
+        """The root of each value, where values of one root may share memory."""
+        raise NotImplementedError
+
+    def may_raise(self, node: OpNode) -> bool:
+        """True if an operator may raise for other data, see NOTE [errors of numbers]."""
+        raise NotImplementedError
+
+    def eliminate_dead_code(self) -> None:
+        """Eliminate dead code: operators that neither lead to a result nor have a side effect.
+
+        An error that depends on the data is a side effect too.
+        """
+        roots = self.find_roots()
+        lasting = {roots[n] for n in (*self.inputs, *self.captured)}
+        needed = set(self.outputs)
+        read = {roots[n] for n in needed} | lasting
+        nodes = []
+        for node in reversed(self.nodes):
+            used = not needed.isdisjoint(node.makes())
+            used = used or any(roots[n] in read for n in node.writes())
+            called = node.outs is None or self.may_raise(node)  # for its error
+            if used or called or node.is_seeded:
+                nodes.append(node)
+                needed.update(node.reads())
+                read.update(roots[n] for n in node.reads())
+        self.nodes[:] = reversed(nodes)
+        for given in (self.constants, self.captured):
+            for n in given.keys() - needed:
+                del given[n]
+
+
+@dataclass(slots=True)
+class Program(Graph):
+    """The graph of a recorded call."""
+
+    values: list[Value]
     # The functions that call operators, by the id of the node, as far as they were chosen.
     calls: dict[int, tuple[OpNode, Callable]] = field(default_factory=dict)
 
     def find_changing_constants(self, nodes: Sequence[OpNode], results: Sequence[int]) -> set[int]:
         """The constants that are written into after all: by ``nodes``, or by who gets results."""
-        roots = [v.root for v in self.values]
+        roots = self.find_roots()
         written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
         return {n for n in self.constants if roots[n] in written}
 
+    def find_roots(self) -> list[int]:
+        return [v.root for v in self.values]
+
     def may_raise(self, node: OpNode) -> bool:
-        """True if an operator may raise for other data, see NOTE [errors of numbers]."""
         if node.outs is None and not node.writes():
             return True  # without a result and a write, it is there to raise
         return may_raise(node.op, node.args, node.kwargs, self._read_dtypes)
@@ -176,6 +236,24 @@ def map_refs(a: Any, f: Callable[[Ref], Any]) -> Any:
     if type(a) is dict:
         return {k: map_refs(b, f) for k, b in a.items()}
     return a
+
+
+def _fill_refs(a: Any, env: dict[int, Any]) -> Any:
+    """An argument with values in the place of references."""
+    # `map_refs` would take longer. For why it is no function inside another, see
+    # NOTE [functions that call themselves].
+    if type(a) is Ref:
+        return env[a.n]
+    return [_fill_refs(b, env) for b in a] if type(a) is list or type(a) is tuple else a
+
+
+def bind_outs(outs: Any, made: Any, env: dict[int, Any]) -> None:
+    """Enter the results of an operator in ``env``."""
+    if isinstance(outs, int):
+        env[outs] = made
+    elif isinstance(outs, (tuple, list)):
+        for o, m in zip(outs, made, strict=True):
+            bind_outs(o, m, env)
 
 
 def _flatten_outs(outs: Any) -> Iterator[int]:

@@ -308,7 +308,7 @@ class SumOverBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(g):
-        return g.sum_examples()
+        return g.deferred.sum_examples()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -364,7 +364,7 @@ def _drop_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
 def sum_over_examples(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     if type(g) is LazyGrad and g.level is level:
         if not needs_boundary_node(g):
-            return unwrap_at_node(g.sum_examples(), ())[0]
+            return unwrap_at_node(g.deferred.sum_examples(), ())[0]
         if not g.records_on_value:
             return apply_own_function(SumOverBatch, g)
         g.materialize()

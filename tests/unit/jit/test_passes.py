@@ -127,6 +127,6 @@ def test_zeros_without_memory_are_not_written_into_nor_multiplied_in_place(zeros
         OpNode(aten.sin.default, (Ref(0),), {}, 2),
         OpNode(aten.mul.Tensor, (Ref(1), Ref(2)), {}, 3),
     ]
-    made = Program(values, [0], {}, {}, nodes, [3])
+    made = Program([0], {}, {}, nodes, [3], values)
     reuse_operand_memory(made)
     assert made.nodes[-1].op is (aten.mul.Tensor if zeros else aten.mul_.Tensor)

@@ -18,7 +18,6 @@ import torch
 from forall._compat.dispatch_state import disable_autocast, is_autocast, without_history
 from forall._compat.exception_safety import contextmanager
 from forall._jit.cache.call_key import read_torch_state
-from forall._jit.graph import map_refs
 from forall._jit.passes.cse import freeze_arguments
 
 if TYPE_CHECKING:
@@ -109,6 +108,5 @@ def _make_random(layout: Layout, random: torch.Generator) -> torch.Tensor:
 def _run_nodes(nodes: Sequence[OpNode], given: dict[int, torch.Tensor]) -> torch.Tensor:
     env = dict(given)
     for node in nodes:
-        args, kwargs = (map_refs(a, lambda r: env[r.n]) for a in (node.args, node.kwargs))
-        env[node.outs] = node.op(*args, **kwargs)
+        node.run(env)
     return env[nodes[-1].outs].contiguous().view(torch.uint8)

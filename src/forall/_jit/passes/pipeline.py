@@ -8,13 +8,13 @@ NOTE [what passes may not do]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from forall._compat.dispatch_state import without_history
 from forall._compat.op_schema import get_facts
-from forall._jit.graph import OpNode, map_refs
+from forall._jit.graph import OpNode, bind_outs, map_refs
 from forall._jit.passes.cse import MOST_ENTRIES, eliminate_duplicates, remove_copies
 from forall._jit.passes.log_softmax import transpose_log_softmax
 from forall._jit.passes.matmul_order import fuse_bias, reorder_products
@@ -55,7 +55,7 @@ def iter_passes(
     """Run the passes of `run_passes` as a generator, one per step."""
     back = [] if back is None else back
     yield fold_constants(program)
-    yield eliminate_dead_code(program)
+    yield program.eliminate_dead_code()
     yield collapse_views(program)
     yield remove_copies(program, back)
     yield eliminate_duplicates(program, back)
@@ -66,7 +66,7 @@ def iter_passes(
     if len(program.values) > before:
         yield fold_constants(program)
     yield collapse_views(program)
-    yield eliminate_dead_code(program)
+    yield program.eliminate_dead_code()
     yield lift_scalar_operands(program)
     yield canonicalize_transposes(program)
     yield reuse_operand_memory(program, back)
@@ -79,7 +79,7 @@ def fold_constants(program: Program) -> None:
     with without_history(), torch.no_grad():
         for node in nodes:
             given = map_refs((node.args, node.kwargs), lambda r: _get_value(program, env, r.n))
-            _bind_outs(node.outs, node.op(*given[0], **given[1]), env)
+            bind_outs(node.outs, node.op(*given[0], **given[1]), env)
     program.constants.update(env)
     gone = set(map(id, nodes))
     program.nodes[:] = [node for node in program.nodes if id(node) not in gone]
@@ -123,34 +123,3 @@ def _get_value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.
         return env[n]
     shape, strides, _, dtype, device, *_ = program.values[n].layout  # the operator reads no more
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def _bind_outs(outs: Any, made: Any, env: dict[int, torch.Tensor]) -> None:
-    if isinstance(outs, int):
-        env[outs] = made
-    elif isinstance(outs, (tuple, list)):
-        for o, m in zip(outs, made, strict=True):
-            _bind_outs(o, m, env)
-
-
-def eliminate_dead_code(program: Program) -> None:
-    """Eliminate dead code: operators that neither lead to a result nor have a side effect.
-
-    An error that depends on the data is a side effect too.
-    """
-    roots = [v.root for v in program.values]
-    lasting = {roots[n] for n in (*program.inputs, *program.captured)}
-    needed = set(program.outputs)
-    read = {roots[n] for n in needed} | lasting
-    nodes = []
-    for node in reversed(program.nodes):
-        used = not needed.isdisjoint(node.makes()) or any(roots[n] in read for n in node.writes())
-        called = node.outs is None or program.may_raise(node)  # for its error
-        if used or called or get_facts(node.op).seeded:
-            nodes.append(node)
-            needed.update(node.reads())
-            read.update(roots[n] for n in node.reads())
-    program.nodes[:] = reversed(nodes)
-    for given in (program.constants, program.captured):
-        for n in given.keys() - needed:
-            del given[n]

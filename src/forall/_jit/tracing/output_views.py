@@ -120,7 +120,7 @@ class _OutputBaseFinder:
         if not self.nodes and not self.given:
             return None
         given = [*dict.fromkeys(self.given)]
-        views = Program(self.recorder.values, [], {}, {}, [*self.nodes.values()], self.numbers)
+        views = Program([], {}, {}, [*self.nodes.values()], self.numbers, self.recorder.values)
         run = write_view_function(views, [*given, *self.ends], self.cut)
         ends = [t for t, _ in self.ends.values()]
         return OutputBases(

@@ -27,13 +27,13 @@ import torch
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.op_schema import map_arguments
 from forall._compat.wrapper_tensor import make_wrapper
-from forall._core.levels import is_recorded_on_value
+from forall._core.levels import is_recorded_on_value, run_outside
 from forall._core.version_counter import VersionCount
 from forall._vmap.batched_tensor import BatchedTensor, get_source_versions
 from forall._vmap.rule_makers.basic import is_mapped, lower_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from forall._vmap.vmap_level import VmapLevel
 
@@ -41,16 +41,50 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-class LazyGrad(BatchedTensor):
-    """A lazy gradient of an ended level; materialized, it is a `BatchedTensor` like any other."""
+class Deferred:
+    """The computation of a lazy gradient, with the versions of what it reads."""
 
-    make_it: Callable[[], Any]
-    add_up: Callable[[], Tensor]
-    counts: list[VersionCount]  # versions of its operands
-    held: int  # how many numbers these hold
-    records_on_value: bool  # whether a derivative hangs on their values
-    depth: int  # how deep its lazy operands are nested
-    parts: tuple[Any, ...]  # the terms of the sum that it is, if it is one
+    __slots__ = ("counts",)
+
+    def __init__(self, operands: Iterable[Tensor]) -> None:
+        self.counts = [c for a in operands for c in _get_versions(a)]
+
+    def make(self) -> Any:
+        """Compute the value, whatever has been written since."""
+        raise NotImplementedError
+
+    def propagate(self, level: VmapLevel, func: Any, args: tuple) -> Any:
+        """Apply an operator to a lazy gradient lazily; return None if it needs the value."""
+        raise NotImplementedError
+
+    def compute(self) -> Any:
+        """Compute the value, while the gradient stays lazy."""
+        self.check_versions()
+        with functions_off():
+            return self.make()
+
+    def sum_examples(self) -> Tensor:
+        """The sum over examples, one level down."""
+        return sum_examples(self.compute())
+
+    def check_versions(self) -> None:
+        if not all(count.has_no_writes() for count in self.counts):
+            raise RuntimeError(
+                "What a gradient is made from has been modified by an inplace operation while it "
+                "was still needed.\n"
+                "Write into a clone of it (.clone()), or after the last backward pass."
+            )
+
+
+class LazyGrad(BatchedTensor):
+    """A gradient that is not computed yet; once it is, it is a `BatchedTensor` like any other.
+
+    What it is known by until then depends on the kind of `Deferred`: its sum over the examples, or
+    the factors of a product.
+    """
+
+    deferred: Deferred
+    records_on_value: bool  # whether a derivative hangs on the values of the operands
 
     @property
     def value(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -62,44 +96,35 @@ class LazyGrad(BatchedTensor):
 
     def graph_free(self) -> BatchedTensor:
         with functions_off():
-            return propagate_lazily(self.level, aten.alias.default, (self,))
-
-    def compute_value(self) -> BatchedTensor:
-        """Compute the value, while this one stays lazy."""
-        self._check_versions()
-        with functions_off():
-            return self.make_it()
+            return self.deferred.propagate(self.level, aten.alias.default, (self,))
 
     def materialize(self) -> BatchedTensor:
-        made = self.compute_value()
+        made = self.deferred.compute()
         with functions_off():
             value, axis = _copy_to_strides(self, made)
         own = vars(self)
-        for name in _UNMADE:
-            del own[name]
+        del own["deferred"], own["records_on_value"]
         _set_class(self, BatchedTensor)
         own.update(value=value, axis=axis, family=made.family, chain=made.chain)
         if made.family is not None:
             made.family.add(self)
         return self
 
-    def sum_examples(self) -> Tensor:
-        """The sum over examples, one level down."""
-        self._check_versions()
-        with functions_off():
-            return self.add_up()
-
-    def _check_versions(self) -> None:
-        if not all(count.has_no_writes() for count in self.counts):
-            raise RuntimeError(
-                "What a gradient is made from has been modified by an inplace operation while it "
-                "was still needed.\n"
-                "Write into a clone of it (.clone()), or after the last backward pass."
-            )
-
 
 _set_class = vars(object)["__class__"].__set__  # wrappers show another class than theirs
-_UNMADE = ("make_it", "add_up", "counts", "held", "records_on_value", "depth", "parts")
+
+
+def make_lazy_grad(
+    level: VmapLevel, like: Tensor, operands: Sequence[Tensor], deferred: Deferred
+) -> LazyGrad:
+    """Make a lazy gradient that is computed of ``operands``; ``like`` shows an example of it."""
+    shape, strides, dtype = like.shape, like.stride(), like.dtype
+    new = make_wrapper(LazyGrad, shape, strides, 0, None, dtype, like.layout, operands[0].device)
+    new.level, new.deferred = level, deferred
+    new.records_on_value = any(
+        a.records_on_value if type(a) is LazyGrad else is_recorded_on_value(a) for a in operands
+    )
+    return new
 
 
 def _copy_to_strides(shown: Tensor, made: BatchedTensor) -> tuple[Tensor, int | None]:
@@ -109,17 +134,54 @@ def _copy_to_strides(shown: Tensor, made: BatchedTensor) -> tuple[Tensor, int | 
     size, room = made.value.shape[made.axis], 1
     for n, step in zip(shown.shape, shown.stride(), strict=True):
         room += (n - 1) * step
-    value = made.value.new_empty_strided((size, *shown.shape), (room, *shown.stride()))
-    return value.copy_(made.value.movedim(made.axis, 0)), 0
+    with run_outside(made.level):
+        value = made.value.new_empty_strided((size, *shown.shape), (room, *shown.stride()))
+        return value.copy_(made.value.movedim(made.axis, 0)), 0
 
 
 DEPTH = 50  # nested calls that Python's stack has room for
 
 
+class DeferredSum(Deferred):
+    """A gradient whose sum over the examples is known without it."""
+
+    __slots__ = ("add_up", "depth", "held", "make_it", "parts")
+
+    def __init__(
+        self, level: VmapLevel, operands: Sequence[Tensor], make_it: Callable, add_up: Callable
+    ) -> None:
+        super().__init__(operands)
+        self.make_it, self.add_up = make_it, add_up
+        self.held = sum(_count_held_numbers(a, level) for a in operands)  # how many numbers
+        nested = [a.deferred.depth for a in operands if _is_deferred_sum(a)]
+        self.depth = 1 + max(nested, default=0)  # of nested lazy operands
+        self.parts: tuple = ()  # the terms of the sum that it is, if it is one
+
+    def make(self) -> Any:
+        return self.make_it()
+
+    def propagate(self, level: VmapLevel, func: Any, args: tuple) -> Any:
+        return propagate_linear(level, func, args)
+
+    def sum_examples(self) -> Tensor:
+        self.check_versions()
+        with functions_off():
+            return self.add_up()
+
+
+def _is_deferred_sum(a: Any) -> bool:
+    return type(a) is LazyGrad and type(a.deferred) is DeferredSum
+
+
+def can_propagate_linear(a: LazyGrad) -> bool:
+    """True if an operator that is linear in a lazy gradient can be applied to it lazily."""
+    return type(a.deferred) is DeferredSum and a.deferred.depth < DEPTH
+
+
 def sum_examples(g: BatchedTensor) -> Tensor:
     """The sum over the examples of an ended level."""
     if type(g) is LazyGrad:
-        return g.sum_examples()
+        return g.deferred.sum_examples()
     return g.value * g.level.size if g.axis is None else g.value.sum(g.axis)
 
 
@@ -130,28 +192,17 @@ def flatten_args(args: tuple) -> list:
     return found
 
 
-def make_lazy_grad(
+def make_lazy_sum(
     level: VmapLevel, like: Tensor, given: tuple, make_it: Callable, add_up: Callable
 ) -> LazyGrad:
-    """Make a lazy gradient of the operands ``given``; ``like`` shows an example of it."""
-    shape, strides, dtype = like.shape, like.stride(), like.dtype
-    device = next(a.device for a in flatten_args(given) if isinstance(a, Tensor))
-    new = make_wrapper(LazyGrad, shape, strides, 0, None, dtype, like.layout, device)
-    new.level, new.make_it, new.add_up = level, make_it, add_up
-    tensors = [a for a in flatten_args(given) if isinstance(a, Tensor)]
-    lazy = [a for a in tensors if type(a) is LazyGrad]
-    new.counts = [c for a in tensors for c in _get_versions(a)]
-    new.held = sum(_count_held_numbers(a, level) for a in tensors)
-    new.records_on_value = any(
-        a.records_on_value if type(a) is LazyGrad else is_recorded_on_value(a) for a in tensors
-    )
-    new.depth, new.parts = 1 + max((a.depth for a in lazy), default=0), ()
-    return new
+    """Make a lazy gradient of the operands ``given`` whose sum over the examples is known."""
+    operands = [a for a in flatten_args(given) if isinstance(a, Tensor)]
+    return make_lazy_grad(level, like, operands, DeferredSum(level, operands, make_it, add_up))
 
 
 def _count_held_numbers(a: Tensor, level: VmapLevel) -> int:
-    if type(a) is LazyGrad:
-        return a.held
+    if type(a) is LazyGrad and type(a.deferred) is DeferredSum:
+        return a.deferred.held
     return a.numel() * (level.size if is_mapped(a, level) else 1)
 
 
@@ -236,7 +287,7 @@ def infer_convolution_shape(
 
 
 # Operators that put a value into zeros of a given shape.
-_IN_ZEROS = (
+IN_ZEROS = (
     aten.select_backward.default,
     aten.slice_backward.default,
     aten.diagonal_backward.default,
@@ -263,7 +314,7 @@ _AS_IT_WAS = (
     aten.triu.default,
 )
 _SHAPES: dict[Any, Callable[..., Sequence[int] | None]] = {
-    **dict.fromkeys(_IN_ZEROS, lambda _, shape, *rest: shape),
+    **dict.fromkeys(IN_ZEROS, lambda _, shape, *rest: shape),
     **dict.fromkeys(_OF_TWO_ALIKE, _infer_pointwise_shape),
     **dict.fromkeys(_AS_IT_WAS, lambda x, *rest: x.shape),
     aten.mm.default: _infer_product_shape,
@@ -271,13 +322,13 @@ _SHAPES: dict[Any, Callable[..., Sequence[int] | None]] = {
     aten.cat.default: _infer_cat_shape,
     aten.stack.default: _infer_stack_shape,
 }
-_LIE_IN_ORDER = frozenset((*_IN_ZEROS, aten.mm.default, aten.bmm.default))  # for all operands
+_LIE_IN_ORDER = frozenset((*IN_ZEROS, aten.mm.default, aten.bmm.default))  # for all operands
 
 
 # --- what is linear ----------------------------------------------------------------------------
 
-# Linear in the first argument; the others are no tensors.
-_OF_ONE = {
+# Views that have each entry of a tensor once.
+REARRANGEMENTS = {
     aten.alias.default,
     aten.t.default,
     aten.transpose.int,
@@ -288,12 +339,15 @@ _OF_ONE = {
     aten.reshape.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
-    aten.expand.default,
-    aten.diagonal.default,
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.unsqueeze.default,
+}
+# Linear in the first argument; the others are no tensors.
+_OF_ONE = REARRANGEMENTS | {
+    aten.expand.default,
+    aten.diagonal.default,
     aten.slice.Tensor,
     aten.select.int,
     aten.clone.default,
@@ -372,7 +426,7 @@ def _is_mapped_or_lazy(a: Any, level: VmapLevel) -> bool:
     return (type(a) is LazyGrad and a.level is level) or is_mapped(a, level)
 
 
-def propagate_lazily(level: VmapLevel, func: Any, args: tuple) -> Any:
+def propagate_linear(level: VmapLevel, func: Any, args: tuple) -> Any:
     """Apply a linear operator to lazy gradients; None if the shape of its results is unknown."""
     if func is aten.add.Tensor:
         return _add_lazily(level, args)
@@ -397,12 +451,12 @@ def propagate_lazily(level: VmapLevel, func: Any, args: tuple) -> Any:
         return level.run_now(func, args, {})
 
     if isinstance(like, Tensor):
-        return make_lazy_grad(level, like, args, make_it, add_up)
+        return make_lazy_sum(level, like, args, make_it, add_up)
     totals = functools.cache(add_up)
     found = [
         None
         if x is None
-        else make_lazy_grad(
+        else make_lazy_sum(
             level, x, args, _make_item_getter(make_it, n), _make_item_getter(totals, n)
         )
         for n, x in enumerate(like)
@@ -423,24 +477,27 @@ def _sum_term(a: Any, level: VmapLevel) -> Any:
 
 def _add_lazily(level: VmapLevel, args: tuple) -> BatchedTensor:
     """One lazy sum of all terms, however many steps use a parameter, without nested sums."""
-    parts = tuple(p for a in args for p in (a.parts if _is_lazy_sum(a) else (a,)))
+    parts = tuple(p for a in args for p in (a.deferred.parts if _is_lazy_sum(a) else (a,)))
 
     def add_up() -> Tensor:
         return functools.reduce(torch.add, (_sum_term(p, level) for p in parts))
 
     def make_it() -> Any:
-        found = parts[0].compute_value() if type(parts[0]) is LazyGrad else parts[0]
+        found = parts[0].deferred.compute() if type(parts[0]) is LazyGrad else parts[0]
         for p in parts[1:]:
-            p = p.compute_value() if type(p) is LazyGrad else p
+            p = p.deferred.compute() if type(p) is LazyGrad else p
             found = level.run_now(aten.add.Tensor, (found, p), {})
         return found
 
-    new = make_lazy_grad(level, make_meta_result(aten.add.Tensor, args), args, make_it, add_up)
-    new.parts, new.depth = parts, new.depth - 1
-    new.counts = [c for a in args for c in (a.counts if _is_lazy_sum(a) else _get_versions(a))]
-    worth = new.held <= 2 * level.size * new.numel()  # which is what adding two of them takes
+    new = make_lazy_sum(level, make_meta_result(aten.add.Tensor, args), args, make_it, add_up)
+    deferred: Any = new.deferred
+    deferred.parts, deferred.depth = parts, deferred.depth - 1
+    deferred.counts = [
+        c for a in args for c in (a.deferred.counts if _is_lazy_sum(a) else _get_versions(a))
+    ]
+    worth = deferred.held <= 2 * level.size * new.numel()  # which is what adding two of them takes
     return new if worth else new.materialize()
 
 
 def _is_lazy_sum(a: Any) -> bool:
-    return type(a) is LazyGrad and bool(a.parts)
+    return _is_deferred_sum(a) and bool(a.deferred.parts)

@@ -13,14 +13,14 @@ from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import stack
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.lazy_grad.lazy_tensor import (
-    DEPTH,
     LazyGrad,
+    can_propagate_linear,
     count_result_entries,
     flatten_args,
     infer_convolution_shape,
     is_linear,
-    make_lazy_grad,
-    propagate_lazily,
+    make_lazy_sum,
+    propagate_linear,
 )
 from forall._vmap.rule_makers.basic import (
     MappedStack,
@@ -48,10 +48,10 @@ def make_lazy_result(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> 
     if found:
         if func is aten.detach.default:
             return found[0].graph_free()
-        shallow = all(a.depth < DEPTH for a in found)
-        plain = shallow and not kwargs and _has_all_examples(level, operands)
+        lazy = all(map(can_propagate_linear, found))
+        plain = lazy and not kwargs and _has_all_examples(level, operands)
         if plain and is_linear(level, func, args):
-            new = propagate_lazily(level, func, args)
+            new = propagate_linear(level, func, args)
             if new is not None:
                 return new
         for a in found:
@@ -91,7 +91,7 @@ def _make_source(
 ) -> LazyGrad:
     """A lazy result of this shape, in the dtype of the first argument."""
     like = torch.empty(shape, dtype=args[0].dtype, device="meta")
-    return make_lazy_grad(level, like, args, lambda: level.run_now(func, args, {}), add_up)
+    return make_lazy_sum(level, like, args, lambda: level.run_now(func, args, {}), add_up)
 
 
 def _is_worth_it(level: VmapLevel, entries: int, *operands: Any) -> bool:
@@ -105,7 +105,7 @@ def _lazy_linear(level: VmapLevel, func: Any, args: tuple) -> BatchedTensor | No
     if not mapped or not is_linear(level, func, args):
         return None
     return (
-        propagate_lazily(level, func, args)
+        propagate_linear(level, func, args)
         if _is_worth_it(level, count_result_entries(func, args), *mapped)
         else None
     )
@@ -154,7 +154,7 @@ def _lazy_product(
         return None
     if len(mapped) == 2:
         return _make_source(level, func, args, shape, add_up)
-    return propagate_lazily(level, func, args) if is_linear(level, func, args) else None
+    return propagate_linear(level, func, args) if is_linear(level, func, args) else None
 
 
 def _lazy_grouped_mm(level: VmapLevel, func: Any, args: tuple) -> LazyGrad | None:
@@ -200,7 +200,7 @@ def _lazy_weight_grad(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
     others = (None, None, None)
     if mask[0] or mask[2]:
         others = level.run_now(func, (*args[:-1], [mask[0], False, mask[2]]), {})
-    return others[0], make_lazy_grad(level, like, (g, x, w), make_it, add_up), others[2]
+    return others[0], make_lazy_sum(level, like, (g, x, w), make_it, add_up), others[2]
 
 
 def _lazy_convolution(level: VmapLevel, func: Any, args: tuple) -> LazyGrad | None:

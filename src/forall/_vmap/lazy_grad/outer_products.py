@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.version_counter import VersionCount
+from forall._vmap.lazy_grad.lazy_tensor import Deferred, flatten_args
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,29 +25,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Term:
+class Term(Deferred):
     """A result of an operator of a backward pass, not computed, kept as the arguments.
 
     ``frame`` is the shape of the product (*N, V, D), ``size`` the number of entries of the factors.
     """
 
-    __slots__ = ("args", "counts", "frame", "func", "size")
+    __slots__ = ("args", "frame", "func", "size")
 
     def __init__(self, func: Any, args: tuple, frame: tuple[int, ...], size: int) -> None:
+        super().__init__(a for a in flatten_args(args) if isinstance(a, torch.Tensor))
         self.func, self.args, self.frame, self.size = func, args, frame, size
-        self.counts = [VersionCount(a) for a in args if isinstance(a, torch.Tensor)]
 
-    def get_args(self) -> tuple:
-        """Return the arguments, or raise if one of them has been modified in place."""
-        if not all(count.has_no_writes() for count in self.counts):
-            raise RuntimeError(
-                f"{self.func}: a factor of a gradient has been modified by an inplace operation.\n"
-                "Write into a clone of it."
-            )
-        return self.args
-
-    def value(self) -> Tensor:
-        return self.func(*self.get_args())
+    def make(self) -> Tensor:
+        return self.func(*self.args)
 
 
 class MatmulTerm(Term):
@@ -55,11 +46,11 @@ class MatmulTerm(Term):
 
     __slots__ = ("turned",)
 
-    def value(self) -> Tensor:
-        return super().value().mT if self.turned else super().value()
+    def make(self) -> Tensor:
+        return super().make().mT if self.turned else super().make()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        left, right = self.get_args()
+        left, right = self.args
         right = right.unsqueeze(0) if right.dim() == 1 else right
         return (right.mT, left.mT) if self.turned else (left, right)
 
@@ -93,7 +84,7 @@ class EmbeddingTerm(Term):
     __slots__ = ()
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        g, index, _, padding, _ = self.get_args()
+        g, index, _, padding, _ = self.args
         index, g = index.reshape(-1), g.reshape(-1, g.shape[-1])
         if padding >= 0:
             g = g.masked_fill((index == padding).unsqueeze(-1), 0)
@@ -111,11 +102,11 @@ class ConvolutionTerm(Term):
 
     __slots__ = ()
 
-    def value(self) -> Tensor:
-        return super().value()[1]
+    def make(self) -> Tensor:
+        return super().make()[1]
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        g, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = self.get_args()
+        g, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = self.args
         if transposed:  # input and output swap roles
             g, x = x, g
         n = weight.dim() - 2
@@ -174,6 +165,8 @@ def _unfold_windows(
 
 def compute_squared_norm(terms: Sequence[Any]) -> Tensor:
     """The squared norm of the sum of the terms, a tensor of rank 0."""
+    for term in terms:
+        term.check_versions()
     sparse = [t.rows() for t in terms if isinstance(t, EmbeddingTerm)]
     dense = [t.factors() for t in terms if not isinstance(t, EmbeddingTerm)]
     left, right = _concat_pairs(dense, -1, -2)

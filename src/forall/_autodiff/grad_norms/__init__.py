@@ -1,1 +1,0 @@
-"""Norms of per-example gradients without the gradients."""
