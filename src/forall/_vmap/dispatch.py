@@ -79,12 +79,11 @@ from forall._vmap.lazy_grad.sources import make_lazy_result
 from forall._vmap.mutation import in_place
 from forall._vmap.numpy_fallback import run_numpy_per_example
 from forall._vmap.rule_lookup import resolve_handler
-from forall._vmap.rule_makers import basic
+from forall._vmap.rule_makers import basic, pointwise
 from forall._vmap.rule_makers.basic import (
     VIEWERS,
     has_plain_stack,
     lower_shared,
-    try_aligned_pointwise,
     wrap_results,
 )
 from forall._vmap.vmap_level import VmapLevel
@@ -97,7 +96,7 @@ _DETACH = aten.detach.default
 _TO_COPY = aten._to_copy.default
 _HANDED_ON = OURS, f"{TORCH}_ops.py"  # by the levels further in
 _LIFT_FRESH = aten.lift_fresh.default  # by its schema a view, of the constant
-_pointwise = basic.handle_pointwise
+_pointwise = pointwise.handle_pointwise
 _INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
 
 
@@ -186,7 +185,7 @@ class Operations(VmapLevel):
             with functions_off():
                 handler = _HANDLERS.get(func)
                 if handler is _pointwise and not kwargs and not level.records_values:
-                    out = try_aligned_pointwise(level, func, args)
+                    out = pointwise.try_aligned_pointwise(level, func, args)
                     if out is not None:
                         return out
                 elif (

@@ -15,13 +15,13 @@ from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
     MappedStack,
     expand_to_stack,
-    handle_pointwise,
     is_mapped,
     lower_shared,
     make_stack_handler,
     move_to_front,
     reenter_level,
 )
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

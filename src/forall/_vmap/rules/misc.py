@@ -15,10 +15,10 @@ from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
     MappedStack,
     expand_to_stack,
-    handle_pointwise,
     lower_shared,
     make_stack_handler,
 )
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

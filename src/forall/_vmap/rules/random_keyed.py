@@ -8,7 +8,8 @@ import torch
 
 from forall._random import rejection
 from forall._vmap.registry import register_rows
-from forall._vmap.rule_makers.basic import MappedStack, handle_pointwise, make_stack_handler
+from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
