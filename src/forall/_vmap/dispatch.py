@@ -79,13 +79,14 @@ from forall._vmap.lazy_grad.sources import make_lazy_result
 from forall._vmap.mutation import in_place
 from forall._vmap.numpy_fallback import run_numpy_per_example
 from forall._vmap.rule_lookup import resolve_handler
-from forall._vmap.rule_makers import basic, pointwise
+from forall._vmap.rule_makers import basic
 from forall._vmap.rule_makers.basic import (
     VIEWERS,
     has_plain_stack,
     lower_shared,
     wrap_results,
 )
+from forall._vmap.rule_makers.pointwise import handle_pointwise, try_aligned_pointwise
 from forall._vmap.vmap_level import VmapLevel
 
 aten = torch.ops.aten
@@ -96,7 +97,6 @@ _DETACH = aten.detach.default
 _TO_COPY = aten._to_copy.default
 _HANDED_ON = OURS, f"{TORCH}_ops.py"  # by the levels further in
 _LIFT_FRESH = aten.lift_fresh.default  # by its schema a view, of the constant
-_pointwise = pointwise.handle_pointwise
 _INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
 
 
@@ -184,8 +184,8 @@ class Operations(VmapLevel):
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
-                if handler is _pointwise and not kwargs and not level.records_values:
-                    out = pointwise.try_aligned_pointwise(level, func, args)
+                if handler is handle_pointwise and not kwargs and not level.records_values:
+                    out = try_aligned_pointwise(level, func, args)
                     if out is not None:
                         return out
                 elif (
@@ -252,13 +252,7 @@ class Operations(VmapLevel):
                 return wrap_stack(f(tensors[0].value), tensors[0].axis, self)
             if all(t.axis is None for t in tensors):
                 return wrap_stack(f(*(t.value for t in tensors)), None, self)
-            return wrap_stack(f(*map(self._expand_to_stack, tensors)), 0, self)
-
-    def _expand_to_stack(self, t: BatchedTensor) -> torch.Tensor:
-        """(B, *S)."""
-        if t.axis is None:
-            return t.value.unsqueeze(0).expand(self.size, *t.value.shape)
-        return t.value.movedim(t.axis, 0)
+            return wrap_stack(f(*(basic.expand_to_stack(t, self) for t in tensors)), 0, self)
 
     def count_as_one_call(self, first: bool) -> None:
         """Count the examples as directions of one call, whose writes the ``first`` chunk does."""

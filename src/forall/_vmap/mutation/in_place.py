@@ -199,7 +199,8 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if operands.exact_in is None:
         func(to, *given, **named)
     else:
-        to.copy_(find_functional(func)(to.float(), *given, **named))
+        functional: Any = find_functional(func)
+        to.copy_(functional(to.float(), *given, **named))
     return target
 
 

@@ -157,6 +157,30 @@ class MappedStack:
         self.v = v
 
 
+def expand_stack(a: MappedStack | Tensor, size: int) -> Tensor:
+    """(B, *S), expanded where all examples share ``a``."""
+    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
+
+
+def get_example_shape(a: MappedStack | Tensor) -> torch.Size:
+    """*S."""
+    return a.v.shape[1:] if isinstance(a, MappedStack) else a.shape
+
+
+def get_example_rank(a: MappedStack | Tensor) -> int:
+    """The number of dims of one example."""
+    return a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim()
+
+
+def get_dtype(a: MappedStack | Tensor) -> torch.dtype:
+    return a.v.dtype if isinstance(a, MappedStack) else a.dtype
+
+
+def unsqueeze_shared(a: MappedStack | Tensor) -> Tensor:
+    """(B, *S), or (1, *S) where all examples share ``a``."""
+    return a.v if isinstance(a, MappedStack) else a.unsqueeze(0)
+
+
 # --- reaching the level from inside a handler ---------------------------------------------------
 
 

@@ -208,7 +208,8 @@ def _find_aligned(level: Any, args: tuple, kwargs: dict) -> tuple[list, int] | N
     """Return the values and their batch axis if they broadcast as they lie, else None."""
     if kwargs and any(isinstance(a, Tensor) for a in kwargs.values()):
         return None
-    axis = rank = dtype = device = None
+    axis: Any = None
+    rank = dtype = device = axis
     values = []
     for a in args:
         if type(a) is BatchedTensor and a.level is level:
