@@ -25,6 +25,7 @@ from forall._compat.lazy_bits import pass_lazy_zeros
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.transform_call import call_transform
 from forall._compat.wrapper_tensor import has_history
+from forall._core.axes import move_axis_to_front
 from forall._core.errors import TransformCall
 from forall._core.levels import Level, lift, run_outside, top
 from forall._divergence import convert_if_running
@@ -251,8 +252,8 @@ class GraphPullback:
         """Return a gradient as (N, *I), with the history that it has outside."""
         value, axis = (g.value, g.axis) if getattr(g, "level", None) is level else (g, None)
         if axis is None:
-            return value.unsqueeze(0).expand(level.size, *value.shape)
-        return value if axis == 0 else value.movedim(axis, 0)
+            return value.expand(level.size, *value.shape)
+        return move_axis_to_front(value, axis)
 
 
 def _pull_back_duals(pull: Callable[[list], list], duals: list, level: jvp_level.JvpLevel) -> list:

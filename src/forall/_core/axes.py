@@ -1,4 +1,4 @@
-"""Axis arithmetic: dims of one example as dims of the stack. Pure integers, without tensors.
+"""Axis arithmetic: dims of one example as dims of the stack, and stacks laid out for an operator.
 
 Shapes in comments: capitals are axes, ``B`` is the batch axis, ``*S`` an example's shape.
 """
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
 
 def wrap_dim(dim: int, rank: int) -> int:
@@ -42,3 +44,29 @@ def shift_past_axis(dim: int, axis: int) -> int:
 def axis_after_removal(axis: int, removed: int) -> int:
     """Return the batch axis of a stack after its dim ``removed`` is gone."""
     return axis if removed > axis else axis - 1
+
+
+def move_axis_to_front(v: Tensor, axis: int) -> Tensor:
+    """(.., B, ..) -> (B, *S)."""
+    return v.movedim(axis, 0) if axis else v
+
+
+def pad_rank(v: Tensor, rank: int) -> Tensor:
+    """(B, *S) -> (B, 1, .., *S): examples of at least ``rank`` dims, as in broadcasting."""
+    missing = rank + 1 - v.dim()
+    return v.reshape(v.shape[0], *(1,) * missing, *v.shape[1:]) if missing > 0 else v
+
+
+def append_dims(v: Tensor, count: int) -> Tensor:
+    """*S -> (*S, 1, ..): one entry for each block of ``count`` further dims."""
+    return v.reshape(*v.shape, *(1,) * count)
+
+
+def fold_axis(v: Tensor, dim: int) -> Tensor:
+    """(B, *S) -> *S with B * S[dim] entries along ``dim``: the examples one after another."""
+    return v.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def unfold_axis(v: Tensor, dim: int, size: int) -> Tensor:
+    """Undo `fold_axis`: the examples along ``dim`` -> (B, *S)."""
+    return v.unflatten(dim, (size, -1)).movedim(dim, 0)

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 import operator
-from functools import cache, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._compat.devices import find_new_device
-from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.dispatch_state import functions_off
 from forall._compat.versions import HAS_BOUNDS_WITHIN
 from forall._divergence import scalar_storage
 from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.scalar_semantics import DTYPES, widest_type
+from forall._vmap.rule_makers.pointwise import HALVES, is_exact_on_the_right, result_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Tensor = torch.Tensor
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def call_with_numbers(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -129,26 +129,7 @@ def promote_dtypes(values: list) -> torch.dtype:
         )
         low = tuple(t.dtype for t in tensors if not t.dim())
         high = tuple(t.dtype for t in tensors if t.dim())
-    return _promote_dtypes(low, high, kind, torch.get_default_dtype())
-
-
-@cache
-def _promote_dtypes(low: tuple, high: tuple, kind: type, _default: torch.dtype) -> torch.dtype:
-    """Return the common dtype of tensors without dims, tensors with dims, and a number."""
-    with functions_off(), no_dispatch():
-        one = kind(1)
-        lower = torch.tensor(one).dtype
-        if low:
-            lower = torch.result_type(torch.empty((), dtype=_promote_all(low)), one)
-        if not high:
-            return lower
-        return torch.result_type(
-            torch.empty(0, dtype=_promote_all(high)), torch.empty((), dtype=lower)
-        )
-
-
-def _promote_all(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
-    return reduce(torch.promote_types, dtypes)
+        return result_dtype(high, low, kind)
 
 
 # --- numbers and tensors, promoted to one dtype -------------------------------------------------
@@ -167,21 +148,6 @@ _PROMOTING_NAMES = """
 """
 _PROMOTING = frozenset(_PROMOTING_NAMES.split())
 _VALUES = frozenset({"other", "min", "max", "input", "self", "exponent", "weight"})
-# With half tensors, torch computes these with the exact number; others round it to half first.
-_AS_IT_IS = frozenset(
-    [
-        "mul",
-        "multiply",
-        "__rmul__",
-        "div",
-        "divide",
-        "true_divide",
-        "truediv",
-        "floor_divide",
-        "floordiv",
-        "__floordiv__",
-    ]
-)
 _AS_IT_IS_INTO = {"mul_": torch.mul, "div_": torch.div, "floor_divide_": torch.floor_divide}
 
 
@@ -201,9 +167,11 @@ def _convert_promoting(func: Any, args: tuple, kwargs: dict) -> Any:
     dtype = promote_dtypes([given[p] for p in places])
     if _needs_python_number(name, [given[p] for p in places], dtype):
         return NotImplemented
-    as_it_is = dtype in _HALVES and (name in _AS_IT_IS or name in _AS_IT_IS_INTO)
-    target = torch.float32 if as_it_is else dtype
     device = next((a.device for a in given.values() if isinstance(a, Tensor)), None)
+    as_it_is = dtype in HALVES and is_exact_on_the_right(name)
+    if numbers[0] == places[0] and device is not None and device.type == "cpu":
+        as_it_is = False
+    target = torch.float32 if as_it_is else dtype
     for p in numbers:
         given[p] = cast_number(given[p], target, device)
         if given[p] is None:
@@ -214,7 +182,7 @@ def _convert_promoting(func: Any, args: tuple, kwargs: dict) -> Any:
             if not isinstance(given[p], Tensor):
                 given[p] = torch.tensor(given[p], dtype=dtype, device=device)
             given[p] = given[p].detach()
-        if given[0].is_floating_point():
+        if given[0].is_floating_point() and "out" not in given:
             func = _CLAMPS[name]
     args = tuple(given[i] for i in range(len(args)))
     return (

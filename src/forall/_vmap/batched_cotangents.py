@@ -58,9 +58,7 @@ def unwrap_cotangents(tensor: torch.Tensor, worn: CotangentWrappers) -> torch.Te
             # The same for all of its examples then; a derivative of it is the sum over them.
             tensor = value * level.size if now is None else value.sum(now)
         elif now is None:
-            tensor = value.unsqueeze(axis).expand(
-                *value.shape[:axis], level.size, *value.shape[axis:]
-            )
+            tensor = value.expand(level.size, *value.shape).movedim(0, axis)
         else:
             tensor = value.movedim(now, axis)
     return tensor

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.axes import pad_rank
 from forall._vmap.rule_makers.basic import (
     MappedStack,
+    expand_stack,
     is_mapped,
     lower_shared,
     move_to_front,
@@ -74,7 +76,7 @@ def _pad_index_rank(i: Any, rank: int) -> Any:
     """(B, *I) with as many dims for each example as the longest index has."""
     if not isinstance(i, MappedStack):
         return i
-    return i.v.reshape(i.v.shape[0], *(1,) * (rank - i.v.dim() + 1), *i.v.shape[1:])
+    return pad_rank(i.v, rank)
 
 
 def _replace_masks(indices: Sequence[Any]) -> list:
@@ -102,7 +104,7 @@ def take_indices(indices: Sequence[Any], level: Any, mask: bool = False) -> list
 
 def stack_with_dim(a: Any, size: int) -> Tensor:
     """The stack (B, *S); an example of rank 0 gets one dim of size 1, to be indexed by dim 0."""
-    v = a.v if isinstance(a, MappedStack) else a.unsqueeze(0).expand(size, *a.shape)
+    v = expand_stack(a, size)
     return v.unsqueeze(1) if v.dim() == 1 else v
 
 

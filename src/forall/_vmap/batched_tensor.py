@@ -349,9 +349,7 @@ def copy_per_example(value: torch.Tensor, size: int) -> torch.Tensor:
     room = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True) if n)
     room = max(room, 1) + value.storage_offset()
     if isinstance(value, Wrapper) or value.storage_offset():
-        return (
-            value.unsqueeze(0).expand(size, *value.shape).clone(memory_format=torch.preserve_format)
-        )
+        return value.expand(size, *value.shape).clone(memory_format=torch.preserve_format)
     stack = torch.empty_strided(
         (size, *value.shape), (room, *value.stride()), dtype=value.dtype, device=value.device
     )

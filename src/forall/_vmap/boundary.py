@@ -221,11 +221,8 @@ def _unwrap_leaving(example: torch.Tensor, axis: int, level: VmapLevel) -> torch
         value, now = graph_free(example), None
     value = value.resolve_conj().resolve_neg()  # a stack is new memory, which has no lazy bits
     if now is None:
-        return (
-            value.unsqueeze(axis)
-            .expand(*value.shape[:axis], level.size, *value.shape[axis:])
-            .clone(memory_format=torch.contiguous_format)
-        )
+        stack = value.expand(level.size, *value.shape).movedim(0, axis)
+        return stack.clone(memory_format=torch.contiguous_format)
     if example.is_external:
         value = value.clone()
     return value if now == axis else value.movedim(now, axis)

@@ -13,6 +13,7 @@ from forall._vmap import registry
 from forall._vmap.fast_path import api_calls
 from forall._vmap.rule_makers import basic
 from forall._vmap.rule_makers.along_dims import make_dim_handler
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,7 @@ def pointwise(*ops: Any, override: bool = False) -> None:
     """
     _enter_handlers(
         "pointwise",
-        dict.fromkeys(_find_functional_overloads("pointwise", ops), basic.handle_pointwise),
+        dict.fromkeys(_find_functional_overloads("pointwise", ops), handle_pointwise),
         override,
     )
 

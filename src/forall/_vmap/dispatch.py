@@ -84,9 +84,9 @@ from forall._vmap.rule_makers.basic import (
     VIEWERS,
     has_plain_stack,
     lower_shared,
-    try_aligned_pointwise,
     wrap_results,
 )
+from forall._vmap.rule_makers.pointwise import handle_pointwise, try_aligned_pointwise
 from forall._vmap.vmap_level import VmapConfig, VmapLevel
 
 aten = torch.ops.aten
@@ -97,7 +97,6 @@ _DETACH = aten.detach.default
 _TO_COPY = aten._to_copy.default
 _HANDED_ON = OURS, f"{TORCH}_ops.py"  # by the levels further in
 _LIFT_FRESH = aten.lift_fresh.default  # by its schema a view, of the constant
-_pointwise = basic.handle_pointwise
 _INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
 
 
@@ -186,7 +185,7 @@ class Operations(VmapLevel):
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
-                if handler is _pointwise and not kwargs and not level.records_on_value:
+                if handler is handle_pointwise and not kwargs and not level.records_on_value:
                     out = try_aligned_pointwise(level, func, args)
                     if out is not None:
                         return out
@@ -256,13 +255,7 @@ class Operations(VmapLevel):
                 return wrap_stack(f(tensors[0].value), tensors[0].axis, self)
             if all(t.axis is None for t in tensors):
                 return wrap_stack(f(*(t.value for t in tensors)), None, self)
-            return wrap_stack(f(*map(self._expand_to_stack, tensors)), 0, self)
-
-    def _expand_to_stack(self, t: BatchedTensor) -> torch.Tensor:
-        """(B, *S)."""
-        if t.axis is None:
-            return t.value.unsqueeze(0).expand(self.size, *t.value.shape)
-        return t.value.movedim(t.axis, 0)
+            return wrap_stack(f(*(basic.expand_to_stack(t, self) for t in tensors)), 0, self)
 
     def _classify_operands(self, args: Any, met: list[_Tensor], more: Any = ()) -> str:
         """Say if the arguments hold values of an inner level, or else mapped ones of this.

@@ -30,7 +30,7 @@ from forall._core.version_counter import bump_versions
 from forall._vmap import custom_rules, registry
 from forall._vmap.mutation import in_place
 from forall._vmap.mutation.mutation_log import write_counts
-from forall._vmap.rule_makers import basic
+from forall._vmap.rule_makers import basic, pointwise
 
 
 def resolve_handler(func: Any) -> Any:
@@ -85,7 +85,7 @@ def _find_handler(func: Any) -> tuple[Any, str]:
     if fact.dynamic:
         return registry.HANDLERS[_BY_SHAPE], "loop"
     if fact.pointwise:
-        return basic.handle_pointwise, "pointwise"
+        return pointwise.handle_pointwise, "pointwise"
     view = _find_copied_view(func)
     if view is not None:
         return _make_view_copy_handler(view), "derived"

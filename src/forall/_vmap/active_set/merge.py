@@ -19,6 +19,7 @@ from forall._compat.dispatch_state import (
     no_dispatch,
 )
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.axes import move_axis_to_front
 from forall._core.levels import find_innermost_of, graph_free, lift, run_outside
 from forall._vmap.active_set.sub_level import (
     SubLevel,
@@ -57,8 +58,8 @@ def _expand_to_stack(t: Tensor, level: Any) -> Tensor:
     """(n, *S): a value of the sub-level ``level``, or one from outside that is the same for all."""
     value, axis = (t.value, t.axis) if type(t) is BatchedTensor and t.level is level else (t, None)
     if axis is None:
-        return value.unsqueeze(0).expand(level.size, *value.shape)
-    return value.movedim(axis, 0) if axis else value
+        return value.expand(level.size, *value.shape)
+    return move_axis_to_front(value, axis)
 
 
 def unite_parts(parts: list[tuple[Any, Tensor]], level: Any) -> BatchedTensor:

@@ -27,6 +27,7 @@ from forall._compat.private_api import PLAIN, OpOverloadPacket, count_dispatch_m
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.memory_layout import is_layout_open
 from forall._vmap.registry import DIRECT
+from forall._vmap.rule_makers.pointwise import pad_stacks
 
 _NUMBERS = frozenset({int, float})
 _WORDS = frozenset({int, float, bool, str, type(None), torch.dtype})
@@ -121,7 +122,7 @@ def _call_on_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> 
             elif v.dim() != rank:
                 if axis != 0:
                     return None
-                ranks_differ, rank = True, max(rank, v.dim())
+                ranks_differ = True
             values.append(v)
         elif type(a) in _NUMBERS:
             values.append(a)
@@ -132,20 +133,13 @@ def _call_on_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> 
     try:
         with no_dispatch():
             if ranks_differ:
-                values = [_pad_to_rank(v, rank) for v in values]
+                values = pad_stacks(values)
             out = func(*values, **kwargs) if kwargs else func(*values)
     except RuntimeError:
         return None  # the long way tells which example failed
     if axis and is_layout_open(out, values):
         return None
     return wrap_stack(out, axis, level)
-
-
-def _pad_to_rank(v: Any, rank: int) -> Any:
-    """Reshape a stack, its axis in front, to examples with more dims, all of size 1."""
-    if type(v) in _NUMBERS or v.dim() == rank:
-        return v
-    return v.reshape(v.shape[0], *[1] * (rank - v.dim()), *v.shape[1:])
 
 
 def are_plain_options(kwargs: dict) -> bool:

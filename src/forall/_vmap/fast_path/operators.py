@@ -26,6 +26,7 @@ from forall._compat.dispatch_state import (
 )
 from forall._compat.private_api import PLAIN, count_dispatch_modes
 from forall._compat.tensor_subclass import posing
+from forall._core.axes import move_axis_to_front
 from forall._core.levels import stack
 from forall._vmap.active_set.restrict_args import restrict_for_reading
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
@@ -34,6 +35,7 @@ from forall._vmap.fast_path.api_calls import is_any_overruled, is_pointwise
 from forall._vmap.mutation import view_copies
 from forall._vmap.mutation.mutation_log import write_counts
 from forall._vmap.registry import list_overloads
+from forall._vmap.rule_makers.pointwise import pad_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,26 +154,20 @@ def _apply_to_stacks(op: Any, asks: frozenset, operands: tuple) -> Any:
             else:
                 return None
         if not alike:
-            axis, values = 0, _align_stacks(values, operands)
+            axis, values = (
+                0,
+                pad_stacks(
+                    [
+                        move_axis_to_front(v, a.axis) if type(v) is _T else v
+                        for v, a in zip(values, operands, strict=True)
+                    ]
+                ),
+            )
         try:
             out = op(*values)
         except Exception:  # noqa: BLE001 - the user's way tells which example failed
             return None
         return wrap_stack(out, axis, level)
-
-
-def _align_stacks(values: list, operands: tuple) -> list:
-    """Stacks with their examples in front, as many dims in each; numbers as they are."""
-    rank = max(v.dim() for v in values if type(v) is _T)
-    made = []
-    for v, a in zip(values, operands, strict=True):
-        if type(v) is _T:
-            if a.axis:
-                v = v.movedim(a.axis, 0)
-            if v.dim() < rank:
-                v = v.reshape(len(v), *[1] * (rank - v.dim()), *v.shape[1:])
-        made.append(v)
-    return made
 
 
 def _multiply_by_matrix(x: BatchedTensor, w: _T, *, on_the_left: bool) -> Any:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.axes import move_axis_to_front
 from forall._vmap.active_set.restrict_args import restrict_for_reading
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.fast_path.api_calls import are_plain_options, is_any_overruled, is_pointwise
 from forall._vmap.fast_path.operators import BY_OPERATORS, can_use_fast_path, collect_overloads
+from forall._vmap.rule_makers.pointwise import pad_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,20 +80,12 @@ def _get_operand(b: Any, v: Tensor) -> Any:
     raise LeaveFastPath
 
 
-def _pad_to_same_rank(v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Give two stacks of examples the same number of dims."""
-    more = v.dim() - w.dim()
-    if more > 0:
-        return v, w.reshape(w.shape[0], *[1] * more, *w.shape[1:])
-    return v.reshape(v.shape[0], *[1] * -more, *v.shape[1:]), w
-
-
 def _make_operator(op: Callable) -> Callable:
     def apply_operator(a: RawStack, b: Any) -> RawStack:
         v = a.v
         w = _get_operand(b, v)
         if w is not b and v.dim() != w.dim():
-            v, w = _pad_to_same_rank(v, w)
+            v, w = pad_stacks([v, w])
         return RawStack(op(v, w))
 
     return apply_operator
@@ -209,26 +203,13 @@ def _make_raw_pointwise(func: Any) -> Callable:
         stacks = [a.v for a in args if type(a) is RawStack]
         if not stacks or (kwargs and not are_plain_options(kwargs)):
             raise LeaveFastPath
-        first = stacks[0]
-        rank = max(v.dim() for v in stacks)
-        values = [_align_raw_operand(a, first.dtype, rank) for a in args]
+        values = pad_stacks([_get_operand(a, stacks[0]) for a in args])
         out = func(*values, **kwargs)
         if type(out) is not Tensor or any(out is v for v in stacks):
             raise LeaveFastPath
         return RawStack(out)
 
     return call_pointwise
-
-
-def _align_raw_operand(a: Any, dtype: torch.dtype, rank: int) -> Any:
-    if type(a) is RawStack:
-        v = a.v
-        if v.dtype is not dtype:
-            raise LeaveFastPath
-        return v if v.dim() == rank else v.reshape(len(v), *[1] * (rank - v.dim()), *v.shape[1:])
-    if type(a) not in _NUMBERS:
-        raise LeaveFastPath
-    return a
 
 
 def find_raw_version(func: Any) -> Callable:
@@ -256,7 +237,7 @@ def unwrap_to_raw(a: BatchedTensor, level: Any) -> RawStack:
     v = a.value if a.level is level else restrict_for_reading(a, level)
     if type(v) is not Tensor or v.requires_grad:
         raise LeaveFastPath
-    return RawStack(v.movedim(a.axis, 0) if a.axis else v, a)
+    return RawStack(move_axis_to_front(v, a.axis), a)
 
 
 def wrap_raw(b: RawStack, level: Any) -> BatchedTensor:

@@ -10,6 +10,7 @@ import torch
 from forall._compat.dispatch_state import has_users_tangents
 from forall._compat.shapes import broadcast_shapes
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.axes import fold_axis, pad_rank
 from forall._core.levels import stack
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.lazy_grad.lazy_tensor import (
@@ -290,8 +291,7 @@ def _sum_index_put(
     def place(i: Any) -> Any:
         if not is_mapped(i, level):
             return lower_shared(i, level)
-        v = expand_to_stack(i, level)
-        return v.reshape(len(v), *(1,) * (len(shape) - i.dim()), *i.shape)
+        return pad_rank(expand_to_stack(i, level), len(shape))
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
         places = [None if i is None else place(i) for i in indices]
@@ -309,7 +309,7 @@ def _sum_index_add(level: VmapLevel, into: Tensor, dim: int, index: Tensor, valu
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
         rows = expand_to_stack(index, level).reshape(-1)
-        return torch.index_add(into, dim, rows, values.movedim(0, dim).flatten(dim, dim + 1))
+        return torch.index_add(into, dim, rows, fold_axis(values, dim))
 
     return into, values, add_up
 
@@ -320,7 +320,7 @@ def _sum_scatter_add(level: VmapLevel, into: Tensor, dim: int, index: Tensor, va
     dim %= into.dim()
 
     def flatten_into_dim(v: Tensor) -> Tensor:
-        return v.movedim(0, dim).flatten(dim, dim + 1)
+        return fold_axis(v, dim)
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
         return torch.scatter_add(

@@ -9,6 +9,7 @@ import torch
 from forall._compat import pytree
 from forall._compat.dispatch_state import is_accumulating, no_dispatch
 from forall._compat.op_schema import (
+    find_functional,
     find_written_args,
     find_written_tensors,
     flatten_tensors,
@@ -16,6 +17,7 @@ from forall._compat.op_schema import (
 )
 from forall._compat.private_api import DispatchKey, has_kernel
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.axes import pad_rank
 from forall._core.errors import collective_error, format_columns, format_short, shared_write_error
 from forall._vmap import registry
 from forall._vmap.batched_tensor import BatchedTensor, batch_alias_family, replace_stack
@@ -36,10 +38,10 @@ from forall._vmap.rule_makers.basic import (
     is_mapped,
     lower_shared,
     move_to_front,
-    promote_example_dtypes,
     reenter_level,
     wrap_results,
 )
+from forall._vmap.rule_makers.pointwise import OperandConverter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -67,7 +69,7 @@ def make_write_handler(functional: Any, done: tuple = ()) -> Callable:
             results = (results,)
         elif not fact.out_names:
             results = results[-len(targets) :]
-        put = _write_out if fact.out_names or func in _GROWS else write_to_target
+        put = _write_out if fact.out_names or func in _GROWS else _write_in_place
         for target, result in zip(targets, results, strict=True):
             if isinstance(target, (list, tuple)):
                 for t, r in zip(target, result, strict=True):
@@ -79,11 +81,20 @@ def make_write_handler(functional: Any, done: tuple = ()) -> Callable:
     return handler
 
 
-def _write_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
+def _write_in_place(level: Any, func: Any, target: Any, result: Tensor) -> None:
+    _check_cast(target, result)
+    write_to_target(level, func, target, result)
+
+
+def _check_cast(target: Any, result: Tensor) -> None:
     if not torch.can_cast(result.dtype, target.dtype):
         raise RuntimeError(
             f"result type {result.dtype} can't be cast to the desired output type {target.dtype}"
         )
+
+
+def _write_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
+    _check_cast(target, result)
     if target.shape != result.shape:
         _resize_and_write(level, func, target, result)
     else:
@@ -138,11 +149,10 @@ def _align_to_target(level: Any, stack: Tensor) -> tuple[Tensor, Any]:
     rank = stack.dim() - 1
 
     def align(a: Tensor) -> Tensor:
-        if not is_mapped(a, level):
-            return lower_shared(a, level)
-        v = move_to_front(a)
-        missing = rank - v.dim() + 1
-        return v.reshape(v.shape[0], *(1,) * missing, *v.shape[1:]) if missing > 0 else v
+        if is_mapped(a, level):
+            return pad_rank(move_to_front(a), rank)
+        v = lower_shared(a, level)  # one of more dims must not broadcast over the examples
+        return v.unsqueeze(0) if v.dim() > rank else v
 
     return stack, align
 
@@ -180,20 +190,17 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """x.op_(y, ..): the examples of the others broadcast to x's."""
     target = args[0]
     to, align = _align_to_target(level, get_writable_stack(level, func, target, list(args[1:])))
-    common = promote_example_dtypes(
-        [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)], level
-    )
+    operands = OperandConverter(level, func, args, kwargs)
 
     def operand(a: Any) -> Any:
-        if not isinstance(a, Tensor):
-            return a
-        v = align(a)
-        if v.device != to.device and is_mapped(a, level) and not a.dim() and v.is_cpu:
-            v = v.to(to.device)  # a CPU tensor of rank 0 goes with any device
-        plain = common is None or not is_mapped(a, level) or v.dtype in (common, torch.bool)
-        return v if plain else v.to(common)
+        return operands.convert(a, align(a)) if isinstance(a, Tensor) else a
 
-    func(to, *map(operand, args[1:]), **{k: operand(a) for k, a in kwargs.items()})
+    given, named = [operand(a) for a in args[1:]], {k: operand(a) for k, a in kwargs.items()}
+    if operands.exact_in is None:
+        func(to, *given, **named)
+    else:
+        functional: Any = find_functional(func)
+        to.copy_(functional(to.float(), *given, **named))
     return target
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.axes import pad_rank
 from forall._core.divergence import make_divergence
 from forall._core.errors import shared_write_error
 from forall._core.levels import run_outside, top
@@ -157,7 +158,7 @@ class AffineChain:
             a = a.to(dtype)
         a = a.unsqueeze(0)
         size, rank = self.size, max(a.dim() - 1, self.target.dim())
-        a = a.reshape(1, *(1,) * (rank + 1 - a.dim()), *a.shape[1:])
+        a = pad_rank(a, rank)
         left = torch.arange(size - 1, -1, -1, device=a.device).reshape(size, *(1,) * rank)
         total = ((a**left).to(dtype) * self.data).sum(0)
         self.target.mul_((a[0] ** size).to(dtype)).add_(total)

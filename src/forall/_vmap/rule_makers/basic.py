@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from functools import cmp_to_key, partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,10 @@ import torch
 from forall._compat.op_schema import map_arguments
 from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.axes import move_axis_to_front
 from forall._core.levels import set_acting_level
 from forall._vmap import registry
 from forall._vmap.batched_tensor import BatchedTensor, derive_view, wrap_stack
-from forall._vmap.memory_layout import is_axis_inside, is_layout_open, match_example_layout
 from forall._vmap.registry import ViewCall
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def has_plain_stack(a: Any, level: Any) -> bool:
 
 def move_to_front(a: BatchedTensor) -> Tensor:
     """(.., B, ..) -> (B, *S)."""
-    return a.value if a.axis == 0 else a.value.movedim(a.axis, 0)
+    return move_axis_to_front(a.value, a.axis)
 
 
 def lower_shared(a: Any, level: Any) -> Any:
@@ -59,7 +58,7 @@ def expand_to_stack(a: Any, level: Any) -> Tensor:
     if is_mapped(a, level):
         return move_to_front(a)
     a = lower_shared(a, level)
-    return a.unsqueeze(0).expand(level.size, *a.shape)
+    return a.expand(level.size, *a.shape)
 
 
 def wrap_results(out: Any, axis: int | None, level: Any) -> Any:
@@ -69,146 +68,6 @@ def wrap_results(out: Any, axis: int | None, level: Any) -> Any:
     if isinstance(out, (list, tuple)):
         return type(out)(wrap_results(o, axis, level) for o in out)
     return out
-
-
-# --- pointwise ---------------------------------------------------------------------------------
-
-
-def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
-    """Apply a pointwise operator to mapped operands laid out alike, and numbers; else None."""
-    x = args[0]
-    if type(x) is not BatchedTensor or x.level is not level or x.axis is None:
-        return None
-    v, axis = x.value, x.axis
-    if v.is_complex() or v.is_neg():  # kernels do not see a lazy conj or neg bit here
-        return None
-    values = [v]
-    for y in args[1:]:
-        kind = type(y)
-        if kind is BatchedTensor:
-            w = y.value
-            if y.level is not level or y.axis != axis or w.dim() != v.dim() or w.dtype != v.dtype:
-                return None
-            if w.is_neg() or (w.dim() == 1 and w.device != v.device):
-                return None
-            values.append(w)
-        elif kind is float or kind is int or not isinstance(y, (Tensor, list, tuple)):
-            values.append(y)
-        else:
-            return None
-    out = func._op(*values)
-    if axis and is_layout_open(out, values):
-        return match_example_layout(level, func, args, {}, wrap_results(out, axis, level))
-    return (
-        wrap_stack(out, axis, level) if isinstance(out, Tensor) else wrap_results(out, axis, level)
-    )
-
-
-def handle_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """f(x, y, ..) entry by entry: broadcasting aligns examples, not stacks."""
-    axis = rank = dtype = device = None
-    values = []
-    for a in args:
-        if type(a) is BatchedTensor and a.level is level:
-            value = a.value
-            if a.axis is not None:
-                r = value.dim() - 1
-                if axis is None:
-                    axis, rank, dtype, device = a.axis, r, value.dtype, value.device
-                elif axis != a.axis or rank != r:
-                    break
-            values.append(value)
-        else:
-            values.append(a)
-    else:
-        if not kwargs or not any(isinstance(a, Tensor) for a in kwargs.values()):
-            for v in values:
-                if isinstance(v, Tensor):
-                    if rank == 0 and (v.dtype != dtype or v.device != device):
-                        break
-                elif isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor):
-                    break
-            else:
-                if _are_aligned(args, values, axis, rank, level):
-                    out = func(*values, **kwargs) if kwargs else func(*values)
-                    if axis and is_layout_open(out, values):
-                        return match_example_layout(
-                            level, func, args, kwargs, wrap_results(out, axis, level)
-                        )
-                    return (
-                        wrap_stack(out, axis, level)
-                        if type(out) is Tensor
-                        else wrap_results(out, axis, level)
-                    )
-    return _align_and_call(level, func, args, kwargs)
-
-
-def _are_aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> bool:
-    """True if every shared operand broadcasts within the dims right of the batch axis."""
-    for a, v in zip(args, values, strict=True):
-        if isinstance(v, Tensor) and not is_mapped(a, level) and v.dim() > rank - axis:
-            return False
-    return True
-
-
-def _align_and_call(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    rank = max(count_example_dims(a, level) for a in tensors)
-    # The condition of where takes no part in promotion.
-    condition = args[0] if func is _WHERE else None
-    common = promote_example_dtypes([t for t in tensors if t is not condition], level)
-    # A CPU tensor of rank 0 goes with tensors of another device, but a stack of such does not.
-    device = next((t.device for t in tensors if t.device != _CPU), _CPU)
-
-    def align(a: Any) -> Any:
-        if not isinstance(a, Tensor):
-            return a
-        if is_mapped(a, level):
-            v = move_to_front(a)
-            r = v.dim() - 1
-            if r == 0 and device is not _CPU and v.device == _CPU:
-                v = v.to(device)
-            if r < rank:
-                v = v.reshape(v.shape[0], *(1,) * (rank - r), *v.shape[1:])
-        else:
-            v = lower_shared(a, level)
-        if common is None or v.dtype in (common, torch.bool) or a is condition:
-            return v
-        return v.to(common)
-
-    values = [*map(align, args)]
-    out = func(*values, **{k: align(a) for k, a in kwargs.items()})
-    inside = [a for a in tensors if is_mapped(a, level) and is_axis_inside(a.value, a.axis)]
-    if inside and is_layout_open(out, values):
-        return match_example_layout(level, func, args, kwargs, wrap_results(out, 0, level))
-    return wrap_results(out, 0, level)
-
-
-_WHERE = torch.ops.aten.where.self
-_CPU = torch.device("cpu")
-
-
-def promote_example_dtypes(tensors: list[Tensor], level: Any) -> torch.dtype | None:
-    """The dtype the examples promote to, where the stacks' ranks would promote otherwise.
-
-    A rank-0 example does not promote a rank-1 tensor, though its stack has rank 1.
-    """
-    if not any(is_mapped(t, level) and count_example_dims(t, level) == 0 for t in tensors):
-        return None
-    ranked = {t.dtype for t in tensors if count_example_dims(t, level)}
-    numbers = {t.dtype for t in tensors if not count_example_dims(t, level)}
-    if len(ranked | numbers) < 2:
-        return None
-    best = [functools.reduce(torch.promote_types, dtypes) for dtypes in (ranked, numbers) if dtypes]
-    return _promote_with_number(best[0], best[-1])
-
-
-@functools.cache
-def _promote_with_number(ranked: torch.dtype, number: torch.dtype) -> torch.dtype:
-    """The dtype that a tensor of one dtype and a number of another promote to."""
-    return torch.result_type(
-        torch.empty(1, dtype=ranked, device="meta"), torch.empty((), dtype=number, device="meta")
-    )
 
 
 # --- views -------------------------------------------------------------------------------------
@@ -296,6 +155,30 @@ class MappedStack:
 
     def __init__(self, v: Tensor) -> None:
         self.v = v
+
+
+def expand_stack(a: MappedStack | Tensor, size: int) -> Tensor:
+    """(B, *S), expanded where all examples share ``a``."""
+    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
+
+
+def get_example_shape(a: MappedStack | Tensor) -> torch.Size:
+    """*S."""
+    return a.v.shape[1:] if isinstance(a, MappedStack) else a.shape
+
+
+def get_example_rank(a: MappedStack | Tensor) -> int:
+    """The number of dims of one example."""
+    return a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim()
+
+
+def get_dtype(a: MappedStack | Tensor) -> torch.dtype:
+    return a.v.dtype if isinstance(a, MappedStack) else a.dtype
+
+
+def unsqueeze_shared(a: MappedStack | Tensor) -> Tensor:
+    """(B, *S), or (1, *S) where all examples share ``a``."""
+    return a.v if isinstance(a, MappedStack) else a.unsqueeze(0)
 
 
 # --- reaching the level from inside a handler ---------------------------------------------------

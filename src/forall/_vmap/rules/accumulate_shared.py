@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.axes import fold_axis, pad_rank
 from forall._vmap.batched_indices import StackIndices, take_indices
 from forall._vmap.mutation.pending_updates import AffineUpdate
 from forall._vmap.registry import UPDATES
@@ -35,9 +36,7 @@ def _align_operand(a: Any, x: Tensor, level: Any) -> Any:
     if not isinstance(a, Tensor):
         return a
     if is_mapped(a, level):
-        a = move_to_front(a)
-        if a.dim() <= x.dim():
-            a = a.reshape(a.shape[0], *(1,) * (x.dim() + 1 - a.dim()), *a.shape[1:])
+        a = pad_rank(move_to_front(a), x.dim())
     else:
         a = lower_shared(a, level)
     return a.to(torch.promote_types(a.dtype, x.dtype))
@@ -110,7 +109,7 @@ def _make_addmm(product: Callable) -> Callable:
 
 def _fold_batch(a: Tensor, dim: int) -> Tensor:
     """Fold the batch axis into ``dim``: (B, .., n, ..) -> (.., B*n, ..), as a copy."""
-    return a.movedim(0, dim).flatten(dim, dim + 1).clone()
+    return fold_axis(a, dim).clone()
 
 
 def _index_add(level: Any, x: Tensor, dim: int, index: Any, source: Any, alpha: Any = 1) -> Any:
@@ -157,7 +156,7 @@ def _index_put(level: Any, x: Tensor, indices: list, values: Any, accumulate: bo
         v, at = v.sum(0, dtype=v.dtype), [None if i is None else i.clone() for i in places.indices]
         return lambda: aten.index_put_.default(x, at, v, True)
     rank = x.dim() - places.consumed + places.rank
-    v = v.reshape(v.shape[0], *(1,) * (rank + 1 - v.dim()), *v.shape[1:])
+    v = pad_rank(v, rank)
     v = v.movedim(0, places.lead if places.adjacent else 0).clone()
     at = [None if i is None else i.clone() for i in places.indices]
     return lambda: aten.index_put_.default(x, at, v, True)

@@ -13,11 +13,11 @@ import torch
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
     expand_to_stack,
-    handle_pointwise,
     is_mapped,
     lower_shared,
     wrap_results,
 )
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 aten = torch.ops.aten
 _WIDE = (torch.float32, torch.float64)  # a slope in half precision would be rounded twice

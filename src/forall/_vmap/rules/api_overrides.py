@@ -15,6 +15,7 @@ from forall._compat.bitset import count_flags
 from forall._compat.devices import find_new_device
 from forall._compat.dispatch_state import no_dispatch
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.axes import append_dims
 from forall._core.errors import data_dependent_error, shared_write_error
 from forall._core.levels import has_any_tangent, lift, top
 from forall._vmap.batched_tensor import (
@@ -325,7 +326,7 @@ def _write_masked(x: Tensor, mask: Tensor, value: Any) -> Any:
     rest = x.dim() - mask.dim()
     if rest < 0 or (isinstance(value, Tensor) and (value.dim() > rest or value.dtype != x.dtype)):
         return NotImplemented
-    mask = mask.reshape(*mask.shape, *(1,) * rest)
+    mask = append_dims(mask, rest)
     if isinstance(value, Tensor):
         return x.copy_(torch.where(mask, value, x))
     return x.masked_fill_(mask, value)

@@ -9,6 +9,7 @@ import torch
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
     MappedStack,
+    expand_stack,
     is_mapped,
     lower_shared,
     make_stack_handler,
@@ -35,7 +36,7 @@ def fold_mask(a: MappedStack | Tensor | None, size: int, n: int) -> Tensor | Non
     """Return a mask of rank 2 or 4 that broadcasts to (B*N, H, L, S)."""
     if a is None or (isinstance(a, Tensor) and (a.dim() == 2 or a.shape[0] == 1)):
         return a
-    v = a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
+    v = expand_stack(a, size)
     if v.dim() == 3:
         v = v.unsqueeze(1).unsqueeze(1)
     return v.expand(size, n, *v.shape[2:]).flatten(0, 1)

@@ -20,9 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.private_api import PLAIN
+from forall._core.axes import fold_axis, unfold_axis
 from forall._vmap.convolution_tiles import can_run_in_pieces, run_in_pieces
 from forall._vmap.registry import register_rows
-from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.basic import (
+    MappedStack,
+    expand_stack,
+    get_example_shape,
+    make_stack_handler,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,12 +71,12 @@ class FilterFold(BatchFold):
 
     def w(self, v: Tensor) -> Tensor:
         if self.transposed:
-            return v.movedim(0, 1).flatten(1, 2)
+            return fold_axis(v, 1)
         return v.unflatten(1, (self.groups, -1)).movedim(0, 1).flatten(0, 2)
 
     def w_back(self, v: Tensor) -> Tensor:
         if self.transposed:
-            return v.unflatten(1, (self.size, -1)).movedim(1, 0)
+            return unfold_axis(v, 1, self.size)
         return v.unflatten(0, (self.groups, self.size, -1)).movedim(1, 0).flatten(1, 2)
 
 
@@ -81,10 +87,10 @@ class GroupFold(BatchFold):
         super().__init__(size, size * groups, transposed)
 
     def x(self, v: Tensor) -> Tensor:
-        return v.movedim(0, 1).flatten(1, 2)
+        return fold_axis(v, 1)
 
     def x_back(self, v: Tensor) -> Tensor:
-        return v.unflatten(1, (self.size, -1)).movedim(1, 0)
+        return unfold_axis(v, 1, self.size)
 
     def w(self, v: Tensor) -> Tensor:
         return v.flatten(0, 1)
@@ -93,10 +99,6 @@ class GroupFold(BatchFold):
         return v.unflatten(0, (self.size, -1))
 
     y, y_back = x, x_back
-
-
-def _expand_stack(a: MappedStack | Tensor, size: int) -> Tensor:
-    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
 def _get_value(a: MappedStack | Tensor) -> Tensor:
@@ -109,11 +111,6 @@ def _count_entries(x: Tensor, w: Tensor, how: Sequence[Any]) -> float:
     steps = prod(_repeat_to_rank(stride, x.dim() - 2))
     here, there = w.shape[1] * groups, w.shape[0]
     return prod(x.shape[1:]) * (here / there * steps if transposed else there / here / steps)
-
-
-def _get_shape(a: MappedStack | Tensor) -> Sequence[int]:
-    """The shape of one example."""
-    return a.v.shape[1:] if isinstance(a, MappedStack) else a.shape
 
 
 def convolution(size, x, w, bias, *how):
@@ -144,11 +141,13 @@ def convolution(size, x, w, bias, *how):
         y = p.y_back(
             run_in_pieces(run_kernel, x, _count_entries(x, w, how)) if in_pieces else run_kernel(x)
         )
-    if bias is not None and _get_shape(bias) != y.shape[2:3]:  # here it would be broadcast
-        raise RuntimeError(f"a bias of shape {tuple(_get_shape(bias))} for {y.shape[2]} filters")
+    if bias is not None and get_example_shape(bias) != y.shape[2:3]:  # here it would be broadcast
+        raise RuntimeError(
+            f"a bias of shape {tuple(get_example_shape(bias))} for {y.shape[2]} filters"
+        )
     if bias is None or within is not None:
         return y
-    return y + _per_channel(_expand_stack(bias, size), y)
+    return y + _per_channel(expand_stack(bias, size), y)
 
 
 def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
@@ -158,7 +157,7 @@ def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
 
 def _convolution_backward(size, g, x, w, _bias_sizes, *how):
     for_x, for_w, for_bias = how[6]
-    g, how = _expand_stack(g, size), how[:6]
+    g, how = expand_stack(g, size), how[:6]
     gx = gw = None
     if for_x and _is_product(g, w, *how):
         gx = _multiply_channels(g, w, None, back=True)
@@ -166,12 +165,16 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
         place = GroupFold if isinstance(w, MappedStack) else BatchFold
         # Kernels use the shape alone of this operand. An expanded one would be copied.
         gx = _convolve_backward(
-            place, g, g.new_empty((size, *_get_shape(x))), _get_value(w), 0, how
+            place, g, g.new_empty((size, *get_example_shape(x))), _get_value(w), 0, how
         )
     if for_w and isinstance(x, MappedStack):
-        gw = choose_weight_grad(g, x.v, _get_shape(w), *how)(g, x.v, _get_shape(w), *how)
+        gw = choose_weight_grad(g, x.v, get_example_shape(w), *how)(
+            g, x.v, get_example_shape(w), *how
+        )
     elif for_w:
-        gw = _convolve_backward(FilterFold, g, x, g.new_empty((size, *_get_shape(w))), 1, how)
+        gw = _convolve_backward(
+            FilterFold, g, x, g.new_empty((size, *get_example_shape(w))), 1, how
+        )
     return gx, gw, g.sum([1, *range(3, g.dim())]) if for_bias else None
 
 
@@ -203,7 +206,7 @@ def _convolve_backward(place, g, x, w, which, how):
 
 def _is_product(v: Tensor, w: MappedStack | Tensor, *how: Any) -> bool:
     """True if the convolution of images or cotangents (B, N, ..) is a product with the filters."""
-    if prod(_get_shape(w)[2:]) != 1:
+    if prod(get_example_shape(w)[2:]) != 1:
         return False
     (stride, padding, _, transposed, _, groups), w = how[:6], _get_value(w)
     if transposed or groups != 1 or any(padding) or any(s != 1 for s in stride):

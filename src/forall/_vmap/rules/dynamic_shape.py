@@ -13,6 +13,7 @@ import torch
 from forall._compat.assertions import require
 from forall._compat.dispatch_state import no_dispatch
 from forall._compat.shapes import broadcast_shapes
+from forall._core.axes import pad_rank
 from forall._core.errors import data_dependent_error
 from forall._vmap import concretize
 from forall._vmap.batched_tensor import wrap_stack
@@ -94,7 +95,7 @@ def _masked_select(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 def _select_by_shared_mask(size, x, mask):
     """Select by a mask that is the same for all examples."""
     shape = broadcast_shapes(x.v.shape[1:], mask.shape)
-    v = x.v.reshape(x.v.shape[0], *(1,) * (len(shape) + 1 - x.v.dim()), *x.v.shape[1:])
+    v = pad_rank(x.v, len(shape))
     flat = v.expand(size, *shape).reshape(size, torch.Size(shape).numel())
     return aten.index.Tensor(flat, [None, mask.expand(shape).reshape(-1)])
 

@@ -11,7 +11,12 @@ import torch
 from forall._compat.assertions import require
 from forall._vmap.batched_indices import flatten_examples, make_example_index
 from forall._vmap.registry import register_rows
-from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.basic import (
+    MappedStack,
+    expand_stack,
+    make_stack_handler,
+    unsqueeze_shared,
+)
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -25,7 +30,7 @@ def offset_indices(
     An index outside of the ``rows`` of its example's table is an error. `gather`, which looks up
     the example of each index, raises it.
     """
-    v = (indices.v if isinstance(indices, MappedStack) else indices.unsqueeze(0)).long()
+    v = unsqueeze_shared(indices).long()
     v = v.expand(size, *v.shape[1:])
     examples = make_example_index(size, v.device, 1).expand(size, each if rows is None else rows)
     whose = examples.gather(1, flatten_examples(v)).view(v.shape)
@@ -49,7 +54,7 @@ def _embedding(size, weight, indices, *_):
 @make_stack_handler
 def _embedding_dense_backward(size, g, indices, rows, padding, scale):
     i = _offset_valid_indices(indices, size, rows)
-    g = g.v if isinstance(g, MappedStack) else g.expand(size, *g.shape)
+    g = expand_stack(g, size)
     out = aten.embedding_dense_backward.default(g, i, size * rows, -1, scale)
     out = out.view(size, rows, out.shape[-1])
     if padding >= 0:  # each table has a padding row; the operator knows one in all
@@ -65,23 +70,19 @@ def _offset_valid_indices(indices: MappedStack | Tensor, size: int, rows: int) -
     try:
         return offset_indices(indices, size, rows)
     except (IndexError, RuntimeError):
-        v = _expand_stack(indices, size).long()
+        v = expand_stack(indices, size).long()
         return torch.where((v >= 0) & (v < rows), add_example_offset(v, rows), -1)
 
 
 @make_stack_handler
 def _renorm(size, weight, indices, max_norm, norm_type):
     """Scale the rows that are indexed down to the norm ``max_norm``."""
-    w, i = _expand_stack(weight, size), _expand_stack(indices, size).reshape(size, -1).long()
+    w, i = expand_stack(weight, size), expand_stack(indices, size).reshape(size, -1).long()
     i = torch.where(i < 0, i + w.shape[1], i)  # the operator counts from the end too
     used = torch.zeros(w.shape[:2], dtype=torch.bool, device=w.device).scatter(1, i, True)
     norm = torch.linalg.vector_norm(w, norm_type, -1)
     cut = torch.where(used & (norm > max_norm), max_norm / (norm + 1e-7), 1)
     return w * cut.unsqueeze(-1)
-
-
-def _expand_stack(a: MappedStack | Tensor, size: int) -> Tensor:
-    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
 register_rows(
@@ -111,7 +112,7 @@ def _make_bag_handler(func):
         include_last=False,
         padding=-1,
     ):
-        i, begin = _expand_stack(indices, size), _expand_stack(offsets, size)
+        i, begin = expand_stack(indices, size), expand_stack(offsets, size)
         if include_last and not _is_last_bag_full(begin, i.shape[1]):
             given = (weight, indices, offsets, scale, mode, sparse, own, include_last, padding)
             return _loop_over_bags(func, size, given)
@@ -122,7 +123,7 @@ def _make_bag_handler(func):
             shift = weight.v.shape[1]
             i, weight, padding = _join_tables(weight.v, i, padding)
         begin = _offset_bag_starts(begin, i.shape[1], isinstance(offsets, MappedStack))
-        own = None if own is None else _expand_stack(own, size).flatten()
+        own = None if own is None else expand_stack(own, size).flatten()
         out, bag, count, best = func(
             weight, i.flatten(), begin, scale, mode, False, own, False, padding
         )
@@ -217,8 +218,8 @@ def compute_row_grads(
 def _bags_backward(
     size, g, indices, offsets, _bag, count, best, rows, scale, mode, sparse, own, padding=-1
 ):
-    given = (_expand_stack(a, size) for a in (g, indices, offsets, count, best))
-    own = None if own is None else _expand_stack(own, size)
+    given = (expand_stack(a, size) for a in (g, indices, offsets, count, best))
+    own = None if own is None else expand_stack(own, size)
     at, g = compute_row_grads(*given, mode, own, padding)
     if mode == MAX:
         return g.new_zeros(size, rows, g.shape[-1]).scatter_add(1, at, g)
@@ -231,10 +232,10 @@ def _bags_backward(
 
 @make_stack_handler
 def _sample_weights_backward(size, g, weight, indices, offsets, _bag, mode, padding=-1):
-    g, i = _expand_stack(g, size), _expand_stack(indices, size)
+    g, i = expand_stack(g, size), expand_stack(indices, size)
     found = (
-        _gather_rows(g, _find_bags(i, _expand_stack(offsets, size), g.shape[1]))
-        * _gather_rows(_expand_stack(weight, size), i)
+        _gather_rows(g, _find_bags(i, expand_stack(offsets, size), g.shape[1]))
+        * _gather_rows(expand_stack(weight, size), i)
     ).sum(-1)
     return torch.where(i == padding, 0, found) if padding >= 0 else found
 

@@ -14,14 +14,15 @@ from forall._vmap.mutation.in_place import get_writable_stack, write_all
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
     MappedStack,
+    expand_stack,
     expand_to_stack,
-    handle_pointwise,
     is_mapped,
     lower_shared,
     make_stack_handler,
     move_to_front,
     reenter_level,
 )
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -168,7 +169,7 @@ def _isin(size: int, x: Any, among: Any, assume_unique: bool = False, invert: bo
     """Search each example's values in its sorted candidates."""
     if not isinstance(among, MappedStack):
         return aten.isin.Tensor_Tensor(x.v, among, assume_unique=assume_unique, invert=invert)
-    x = x.v if isinstance(x, MappedStack) else x.expand(size, *x.shape)
+    x = expand_stack(x, size)
     dtype = torch.promote_types(x.dtype, among.v.dtype)
     dtype = torch.uint8 if dtype is torch.bool else dtype
     entries, among = flatten_examples(x).to(dtype), flatten_examples(among.v).to(dtype)

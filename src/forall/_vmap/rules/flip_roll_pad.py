@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.axes import stacked_dim, stacked_dims
+from forall._core.axes import pad_rank, stacked_dim, stacked_dims
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
 from forall._vmap.registry import register_rows
@@ -64,13 +64,12 @@ def _diag_embed(v, offset=0, dim1=-2, dim2=-1):
 
 
 def _repeat(v, repeats):
-    new = len(repeats) - (v.dim() - 1)
-    if new < 0:
+    if len(repeats) < v.dim() - 1:
         raise RuntimeError(
             "Number of dimensions of repeat dims can not be smaller than number of dimensions of "
             "tensor"
         )
-    return v.reshape(v.shape[0], *(1,) * new, *v.shape[1:]).repeat(1, *repeats)
+    return pad_rank(v, len(repeats)).repeat(1, *repeats)
 
 
 def _pad(v, pad, value=0):

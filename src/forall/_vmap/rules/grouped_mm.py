@@ -16,8 +16,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from forall._core.axes import unfold_axis
 from forall._vmap.registry import HANDLERS, answer_directly, register_rows
-from forall._vmap.rule_makers.basic import MappedStack, loop_and_stack, make_stack_handler
+from forall._vmap.rule_makers.basic import (
+    MappedStack,
+    expand_stack,
+    get_example_rank,
+    loop_and_stack,
+    make_stack_handler,
+    unsqueeze_shared,
+)
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -89,7 +97,7 @@ def _multiply_groups(
     size: int, x: MappedStack | Tensor, w: MappedStack | Tensor, offs: Any, *_, **__
 ) -> Tensor:
     """Multiply all examples in one call, or in several if there are too many groups for one."""
-    ranks = (_get_rank(x), _get_rank(w))
+    ranks = (get_example_rank(x), get_example_rank(w))
     most = max(1, _GROUPS // (_get_value(offs).shape[-1] + 1))
     if size > most and (ranks == (2, 2) or isinstance(w if ranks == (2, 3) else x, MappedStack)):
         outs = []
@@ -110,11 +118,6 @@ def _multiply_groups(
 _MAPPED = make_stack_handler(_multiply_groups)
 
 
-def _get_rank(x: MappedStack | Tensor) -> int:
-    """The rank of one example."""
-    return x.v.dim() - 1 if isinstance(x, MappedStack) else x.dim()
-
-
 def _transpose(x: MappedStack | Tensor) -> MappedStack | Tensor:
     return MappedStack(x.v.mT) if isinstance(x, MappedStack) else x.mT
 
@@ -131,7 +134,7 @@ def _multiply_rows(
     n = _get_value(x).shape[-2]
     ends = _find_ends(offs, n)
     if isinstance(w, MappedStack):  # rows after an example's last end are put into its last group
-        rows = _align_rows(_expand_stack(x, size).flatten(0, 1))
+        rows = _align_rows(expand_stack(x, size).flatten(0, 1))
         ends_of_all = torch.cat([ends[:, :-1].expand(size, -1), ends.new_full((size, 1), n)], 1)
         out = _run_kernel(rows, _flatten_matrices(w.v), _concat_ends(ends_of_all, n))
         out = out.unflatten(0, (size, n))
@@ -159,12 +162,12 @@ def _multiply_inner(
     if not isinstance(offs, MappedStack) and not isinstance(w, MappedStack):
         columns = _align_rows(x.v.mT.movedim(0, 1).flatten(1))
         out = _run_kernel(columns.mT, _align_rows(w), ends[0])
-        return out.unflatten(1, (size, -1)).movedim(1, 0)
+        return unfold_axis(out, 1, size)
     if not isinstance(offs, MappedStack) and not isinstance(x, MappedStack):
         columns = _align_rows(w.v.movedim(0, 1).flatten(1))
         out = _run_kernel(_align_rows(x.mT).mT, columns, ends[0])
-        return out.unflatten(2, (size, -1)).movedim(2, 0)
-    x, w = (_align_rows(_expand_stack(a, size).flatten(0, 1)) for a in (_transpose(x), w))
+        return unfold_axis(out, 2, size)
+    x, w = (_align_rows(expand_stack(a, size).flatten(0, 1)) for a in (_transpose(x), w))
     groups = ends.shape[1]  # of an example; one more for the rows after the last end
     ends = torch.cat([ends.expand(size, -1), ends.new_full((size, 1), n)], 1)
     out = _run_kernel(x.mT, w, _concat_ends(ends, n))
@@ -188,7 +191,7 @@ def sum_grouped_products(x: Tensor, w: Tensor, offs: MappedStack | Tensor) -> Te
 
 def _find_ends(offs: MappedStack | Tensor, n: int) -> Tensor:
     """Return the ends of the groups of n rows: (B, G), or (1, G) if all examples share them."""
-    return (offs.v if isinstance(offs, MappedStack) else offs.unsqueeze(0)).long().clamp(0, n)
+    return unsqueeze_shared(offs).long().clamp(0, n)
 
 
 def _concat_ends(ends: Tensor, n: int) -> Tensor:
@@ -209,10 +212,6 @@ def _sort_rows(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def _run_kernel(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return aten._grouped_mm.default(x, w, ends.to(torch.int32))
-
-
-def _expand_stack(x: MappedStack | Tensor, size: int) -> Tensor:
-    return x.v if isinstance(x, MappedStack) else x.expand(size, *x.shape)
 
 
 def _flatten_matrices(w: Tensor) -> Tensor:

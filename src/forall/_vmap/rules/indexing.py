@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forall._compat.shapes import broadcast_shapes
-from forall._core.axes import stacked_dim
+from forall._core.axes import pad_rank, stacked_dim
 from forall._vmap.batched_indices import (
     StackIndices,
     expand_index,
@@ -30,10 +30,12 @@ from forall._vmap.memory_layout import is_not_contiguous, keep_example_layout
 from forall._vmap.registry import CALLS, register_rows
 from forall._vmap.rule_makers.basic import (
     MappedStack,
+    get_example_shape,
     is_mapped,
     lower_shared,
     make_stack_handler,
     move_to_front,
+    unsqueeze_shared,
 )
 
 aten = torch.ops.aten
@@ -109,13 +111,10 @@ register_rows(
 def _broadcast_stacks(size: int, *operands: Any, shape: Any = None) -> list[Tensor]:
     """Broadcast the operands' examples to one shape S, and return each as (B, *S)."""
     if shape is None:
-        shape = broadcast_shapes(
-            *(a.v.shape[1:] if isinstance(a, MappedStack) else a.shape for a in operands)
-        )
+        shape = broadcast_shapes(*map(get_example_shape, operands))
     found = []
     for a in operands:
-        v = a.v if isinstance(a, MappedStack) else a.unsqueeze(0)
-        v = v.reshape(v.shape[0], *(1,) * (len(shape) + 1 - v.dim()), *v.shape[1:])
+        v = pad_rank(unsqueeze_shared(a), len(shape))
         found.append(v.expand(size, *shape))
     return found
 
@@ -123,9 +122,7 @@ def _broadcast_stacks(size: int, *operands: Any, shape: Any = None) -> list[Tens
 @make_stack_handler
 def _masked_scatter(size, x, mask, source):
     v, mask = _broadcast_stacks(size, x, mask)
-    source = flatten_examples(
-        source.v if isinstance(source, MappedStack) else source.unsqueeze(0)
-    ).expand(size, -1)
+    source = flatten_examples(unsqueeze_shared(source)).expand(size, -1)
     return torch.where(mask, spread_over_mask(mask, source).reshape(v.shape), v)
 
 

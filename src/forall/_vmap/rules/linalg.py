@@ -12,6 +12,7 @@ import torch
 
 from forall._compat.op_schema import get_facts, met
 from forall._compat.versions import find_existing
+from forall._core.axes import pad_rank
 from forall._vmap import concretize
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.failing_example import AllFailAlikeError
@@ -33,13 +34,9 @@ Tensor = torch.Tensor
 
 def _stack_operands(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> list[Tensor]:
     """Return each operand as (B, *batch, *core), with ones to the same number of batch dims."""
-    ranks = [x.dim() - core for x, core in zip(operands, cores, strict=True)]
-    most = max(ranks)
-    values = [expand_to_stack(x, level) for x in operands]
-    return [
-        v if rank == most else v.reshape(v.shape[0], *(1,) * (most - rank), *v.shape[1:])
-        for v, rank in zip(values, ranks, strict=True)
-    ]
+    pairs = [*zip(operands, cores, strict=True)]
+    most = max(x.dim() - core for x, core in pairs)
+    return [pad_rank(expand_to_stack(x, level), core + most) for x, core in pairs]
 
 
 def _match_layout(x: Tensor, v: Tensor) -> Tensor:

@@ -7,9 +7,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from forall._core.axes import fold_axis, pad_rank, unfold_axis
 from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
 from forall._vmap.registry import CALLS, register_rows
-from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.basic import (
+    MappedStack,
+    expand_stack,
+    get_dtype,
+    get_example_rank,
+    get_example_shape,
+    make_stack_handler,
+)
+from forall._vmap.rule_makers.pointwise import result_dtype
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -29,29 +38,19 @@ def reduce_loss(x: Tensor, reduction: int) -> Tensor:
 
 def broadcast_operands(size: int, tensors: list) -> list[Tensor]:
     """Return the operands (B, *S), broadcast and promoted as the examples are."""
-    ranks = [get_stack_rank(t) for t in tensors]
+    ranks = [get_example_rank(t) for t in tensors]
     rank = max(ranks)
-    if rank and not min(ranks) and len({get_stack_dtype(t) for t in tensors}) > 1:
+    if rank and not min(ranks) and len({get_dtype(t) for t in tensors}) > 1:
         tensors = _promote_dtypes(tensors)
-    return list(torch.broadcast_tensors(*[_pad_rank(t, rank, size) for t in tensors]))
-
-
-def get_stack_rank(a: MappedStack | Tensor) -> int:
-    return a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim()
-
-
-def get_stack_dtype(a: MappedStack | Tensor) -> torch.dtype:
-    return a.v.dtype if isinstance(a, MappedStack) else a.dtype
-
-
-def _pad_rank(a: MappedStack | Tensor, rank: int, size: int) -> Tensor:
-    v = a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
-    return v.reshape(size, *(1,) * (rank + 1 - v.dim()), *v.shape[1:]) if v.dim() <= rank else v
+    return list(torch.broadcast_tensors(*[pad_rank(expand_stack(t, size), rank) for t in tensors]))
 
 
 def _promote_dtypes(tensors: list) -> list:
     """Promote dtypes as the examples do: one of rank 0 promotes less than its batched tensor."""
-    common = torch.result_type(*(t.v[0] if isinstance(t, MappedStack) else t for t in tensors[:2]))
+    common = result_dtype(
+        tuple(get_dtype(t) for t in tensors[:2] if get_example_rank(t)),
+        tuple(get_dtype(t) for t in tensors[:2] if not get_example_rank(t)),
+    )
     return [
         MappedStack(t.v.to(common)) if isinstance(t, MappedStack) else t.to(common) for t in tensors
     ]
@@ -88,7 +87,7 @@ def make_entry_backward_handler(func: Any, count: int):
 
 def spread_cotangent(g: MappedStack | Tensor, x: Tensor, reduction: int, size: int) -> Tensor:
     """Return the cotangent (B, *S) of the entries of x, from that of the reduced loss."""
-    g = _pad_rank(g, x.dim() - 1, size)
+    g = pad_rank(expand_stack(g, size), x.dim() - 1)
     return (g / x[0].numel() if reduction == MEAN else g).expand(x.shape)
 
 
@@ -124,7 +123,7 @@ def flatten_loss_rows(a: MappedStack | Tensor, dims: int, size: int) -> Tensor:
 
     An example of rank 0 becomes a row of one entry.
     """
-    v = a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
+    v = expand_stack(a, size)
     if v.dim() == dims + 2:
         return v.flatten(0, 1)
     return v if v.dim() > dims else v.unsqueeze(-1)
@@ -145,7 +144,7 @@ def _make_nll_handler(func: Any, dims: int):
     """
 
     def rule(size, x, target, weight, reduction, ignore):
-        n = get_stack_rank(x) - 1 - dims
+        n = get_example_rank(x) - 1 - dims
         x, t = flatten_loss_rows(x, dims + 1, size), flatten_loss_rows(target, dims, size)
         loss = func(x, t, None, NONE, ignore)[0]
         counted = t != ignore
@@ -165,9 +164,9 @@ def _make_nll_handler(func: Any, dims: int):
 
 def _make_nll_backward_handler(func: Any, dims: int):
     def rule(size, g, x, target, weight, reduction, ignore, total):
-        shape = (size, *(x.v.shape[1:] if isinstance(x, MappedStack) else x.shape))
+        shape = (size, *get_example_shape(x))
         x, t = flatten_loss_rows(x, dims + 1, size), flatten_loss_rows(target, dims, size)
-        g = g.v if isinstance(g, MappedStack) else g.expand(size, *g.shape)
+        g = expand_stack(g, size)
         if reduction == MEAN:
             g = g / (total.v if isinstance(total, MappedStack) else total)
         g = (
@@ -198,9 +197,9 @@ register_rows(
 
 def _unflatten_rows(out: Tensor, x: MappedStack | Tensor, size: int) -> Tensor:
     """Undo the fold of the batch axis into the rows: (B*N, *) -> (B, [N,] *)."""
-    if get_stack_rank(x) == 2:
+    if get_example_rank(x) == 2:
         return out.unflatten(0, (size, -1))
-    return out.flatten(0) if get_stack_rank(x) == 0 else out
+    return out.flatten(0) if get_example_rank(x) == 0 else out
 
 
 def row_cotangent(
@@ -208,10 +207,10 @@ def row_cotangent(
 ) -> Tensor:
     n = (
         (x.v.shape[1] if isinstance(x, MappedStack) else x.shape[0])
-        if get_stack_rank(x) == 2
+        if get_example_rank(x) == 2
         else 1
     )
-    g = (g.v if isinstance(g, MappedStack) else g.expand(size, *g.shape)).reshape(size, -1)
+    g = expand_stack(g, size).reshape(size, -1)
     g = g / n if reduction == MEAN else g
     return g.expand(size, n).reshape(size * n)
 
@@ -269,13 +268,12 @@ def _repeat_lengths(a: Any, size: int) -> Any:
 
 
 def _flatten_in_time(a: MappedStack | Tensor, size: int) -> Tensor:
-    v = a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
-    return v.movedim(0, 1).flatten(1, 2)
+    return fold_axis(expand_stack(a, size), 1)
 
 
 def _flatten_targets(a: MappedStack | Tensor, size: int) -> Tensor:
     """Fold the batch axis into the targets, which are padded (N, S) or concatenated."""
-    return (a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)).flatten(0, 1)
+    return expand_stack(a, size).flatten(0, 1)
 
 
 def _make_ctc_handler(func: Any):
@@ -301,7 +299,7 @@ def _make_ctc_backward_handler(func: Any):
             flatten_loss_rows(alpha, 2, size),
             *rest,
         )
-        return out.unflatten(1, (size, -1)).movedim(1, 0)
+        return unfold_axis(out, 1, size)
 
     return make_stack_handler(rule)
 

@@ -9,13 +9,21 @@ from __future__ import annotations
 import torch
 
 from forall._compat.symbolic_eye import is_identity
+from forall._core.axes import pad_rank, unfold_axis
 from forall._vmap.registry import (
     DIRECT,
     HANDLERS,
     answer_directly,
     register_rows,
 )
-from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.basic import (
+    MappedStack,
+    expand_stack,
+    get_example_rank,
+    get_example_shape,
+    make_stack_handler,
+    unsqueeze_shared,
+)
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -183,19 +191,13 @@ def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
             columns = w.v.transpose(1, 2).flatten(0, 1).t()
             out = torch.addmm(bias.flatten(), x, columns, beta=beta, alpha=alpha)
             return out.view(x.shape[0], n, m).transpose(0, 1)
-    x, w = (a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape) for a in (x, w))
+    x, w = (expand_stack(a, size) for a in (x, w))
     return torch.baddbmm(pad_example_rank(bias, 2), x, w, beta=beta, alpha=alpha)
 
 
 def pad_example_rank(x: MappedStack | Tensor, rank: int) -> Tensor:
     """Pad examples with leading ones up to ``rank``. An unbatched tensor is returned as it is."""
-    if not isinstance(x, MappedStack):
-        return x
-    v = x.v
-    missing = rank + 1 - v.dim()
-    if missing == 1:
-        return v.unsqueeze(1)
-    return v.reshape(v.shape[0], *(1,) * missing, *v.shape[1:]) if missing else v
+    return pad_rank(x.v, rank) if isinstance(x, MappedStack) else x
 
 
 _addmm = make_stack_handler(affine)
@@ -245,21 +247,20 @@ register_rows(
 @make_stack_handler
 def _linear(size, input, weight, bias=None):
     """Apply a linear layer: (*, K), (M, K), (M) -> (*, M). An example's rows * form one matrix."""
-    if get_rank(input) < 1 or get_rank(weight) != 2 or (bias is not None and get_rank(bias) != 1):
+    if (
+        get_example_rank(input) < 1
+        or get_example_rank(weight) != 2
+        or (bias is not None and get_example_rank(bias) != 1)
+    ):
         return NotImplemented
     w = apply_to_value(weight, lambda v: v.transpose(-2, -1))
-    if get_rank(input) == 2:
+    if get_example_rank(input) == 2:
         return multiply_stacks(input, w) if bias is None else affine(size, bias, input, w)
     mapped = isinstance(input, MappedStack)
     shape = (input.v if mapped else input).shape[mapped:-1]
     x = apply_to_value(input, lambda v: v.reshape(*v.shape[:mapped], shape.numel(), v.shape[-1]))
     out = multiply_stacks(x, w) if bias is None else affine(size, bias, x, w)
     return out.view(out.shape[0], *shape, out.shape[-1])
-
-
-def get_rank(x: MappedStack | Tensor) -> int:
-    """The rank of one example."""
-    return x.v.dim() - 1 if isinstance(x, MappedStack) else x.dim()
 
 
 def _matmul(level, func, args, kwargs):
@@ -294,7 +295,7 @@ def _int_mm(size, x, w):
         return aten._int_mm.default(x.v.flatten(0, 1), w).unflatten(0, x.v.shape[:2])
     if not isinstance(x, MappedStack):
         out = aten._int_mm.default(x, w.v.movedim(0, 1).flatten(1))
-        return out.unflatten(1, (size, -1)).movedim(1, 0)
+        return unfold_axis(out, 1, size)
     return torch.bmm(x.v.double(), w.v.double()).to(torch.int32)
 
 
@@ -310,15 +311,10 @@ def _cross(size, x, y, *, dim=-1):
     return aten.linalg_cross.default(unsqueeze_shared(x), unsqueeze_shared(y), dim=dim)
 
 
-def unsqueeze_shared(x: MappedStack | Tensor) -> Tensor:
-    """Return (B, *S), or (1, *S) for an unbatched tensor, for operators that broadcast."""
-    return x.v if isinstance(x, MappedStack) else x.unsqueeze(0)
-
-
 @make_stack_handler
 def _trilinear(size, x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
     """Return an einsum: each operand lacks the dims that it expands, the result those of sumdim."""
-    rank = len(expand1) + (x.v.dim() - 1 if isinstance(x, MappedStack) else x.dim())
+    rank = len(expand1) + get_example_rank(x)
     operands = []
     for a, without in ((x, expand1), (y, expand2), (z, expand3)):
         dims = [d for d in range(rank) if d not in without]
@@ -329,7 +325,7 @@ def _trilinear(size, x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
 
 @make_stack_handler
 def _cdist(size, x, y, p, compute_mode):
-    rank = max(a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim() for a in (x, y))
+    rank = max(map(get_example_rank, (x, y)))
     return aten._cdist_forward.default(
         pad_example_rank(x, rank), pad_example_rank(y, rank), p, compute_mode
     )
@@ -338,7 +334,7 @@ def _cdist(size, x, y, p, compute_mode):
 @make_stack_handler
 def _cdist_backward(size, g, x, y, p, dist):
     """Expand every operand to its full shape, as the kernel reads rows from memory."""
-    batch = dist.v.shape[1:-2] if isinstance(dist, MappedStack) else dist.shape[:-2]
+    batch = get_example_shape(dist)[:-2]
     g, x, y, dist = (
         v.expand(size, *batch, *v.shape[-2:]).contiguous()
         for v in (pad_example_rank(a, len(batch) + 2) for a in (g, x, y, dist))

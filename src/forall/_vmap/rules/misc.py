@@ -13,12 +13,12 @@ from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.mutation.in_place import pointwise_in_place
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
-    MappedStack,
+    expand_stack,
     expand_to_stack,
-    handle_pointwise,
     lower_shared,
     make_stack_handler,
 )
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -66,7 +66,7 @@ register_rows(
 
 def _flatten_examples(a: Any, size: int) -> Tensor:
     """Flatten each example: return (B, N)."""
-    v = a.v if isinstance(a, MappedStack) else a.unsqueeze(0).expand(size, *a.shape)
+    v = expand_stack(a, size)
     return v.reshape(size, -1)
 
 
@@ -160,7 +160,7 @@ def _histogram_edges(size, x, bins, *, weight=None, density=False):
 
 def _flatten_points(x: Any, size: int) -> Tensor:
     """Flatten each example into points of D coordinates: return (B, N, D)."""
-    v = x.v if isinstance(x, MappedStack) else x.unsqueeze(0).expand(size, *x.shape)
+    v = expand_stack(x, size)
     return v.reshape(size, -1, v.shape[-1])
 
 

@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.axes import pad_rank
 from forall._core.levels import has_any_tangent
 from forall._vmap.registry import register_rows
-from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.basic import MappedStack, expand_stack, make_stack_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-
-
-def expand_stack(a: Any, size: int) -> Tensor:
-    """Return (B, *S), expanded if ``a`` is unbatched."""
-    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
 def is_any_mapped(*params: Any) -> bool:
@@ -96,7 +92,7 @@ def align_trailing(p: Any, rank: int) -> Tensor | None:
     """Reshape (B, *D) to (B, 1, .., *D) for examples of this rank; an unbatched one broadcasts."""
     if not isinstance(p, MappedStack):
         return p
-    return p.v.reshape(p.v.shape[0], *(1,) * (rank - p.v.dim() + 1), *p.v.shape[1:])
+    return pad_rank(p.v, rank)
 
 
 @make_stack_handler

@@ -10,14 +10,14 @@ from forall._core.axes import wrap_dim
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
-    MappedStack,
+    expand_stack,
     expand_to_stack,
-    handle_pointwise,
     is_mapped,
     lower_shared,
     make_stack_handler,
     move_to_front,
 )
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -74,7 +74,7 @@ def _make_learned_handler(op: Any, tensors: int, *, by_channel: bool):
 
     def rule(size, *args):
         given, rest = (
-            [_expand_stack(a, size) for a in args[: tensors + 2]],
+            [expand_stack(a, size) for a in args[: tensors + 2]],
             list(args[tensors + 2 :]),
         )
         *xs, scale, zero = given
@@ -90,10 +90,6 @@ def _make_learned_handler(op: Any, tensors: int, *, by_channel: bool):
         return (x, *(o.reshape(scale.shape) for o in of_scale)) if of_scale else x
 
     return make_stack_handler(rule)
-
-
-def _expand_stack(a: MappedStack | Tensor, size: int) -> Tensor:
-    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
 _FORWARD = aten._fake_quantize_learnable_per_channel_affine.default

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.axes import pad_rank
 from forall._random import rejection
 from forall._vmap.registry import register_rows
-from forall._vmap.rule_makers.basic import MappedStack, handle_pointwise, make_stack_handler
+from forall._vmap.rule_makers.basic import MappedStack, get_example_rank, make_stack_handler
+from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,21 +22,10 @@ Tensor = torch.Tensor
 def _make_pointwise_handler(op: Any) -> Callable:
     @make_stack_handler
     def rule(size: int, *args: Any) -> Any:
-        ranks = [
-            a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim() for a in args if _has_rank(a)
-        ]
-        return op(*[_pad_rank(a, max(ranks)) if isinstance(a, MappedStack) else a for a in args])
+        rank = max(get_example_rank(a) for a in args if isinstance(a, (MappedStack, Tensor)))
+        return op(*[pad_rank(a.v, rank) if isinstance(a, MappedStack) else a for a in args])
 
     return rule
-
-
-def _has_rank(a: Any) -> bool:
-    return isinstance(a, (MappedStack, Tensor))
-
-
-def _pad_rank(a: MappedStack, rank: int) -> Tensor:
-    """Pad the rank of examples with leading ones: (B, *P) -> (B, 1, .., *P)."""
-    return a.v.reshape(a.v.shape[0], *(1,) * (rank - a.v.dim() + 1), *a.v.shape[1:])
 
 
 register_rows(

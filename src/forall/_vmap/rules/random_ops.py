@@ -14,6 +14,7 @@ import torch
 from forall._compat import rng_state
 from forall._compat.private_api import DispatchKey, OpOverload
 from forall._compat.shapes import broadcast_shapes
+from forall._core.axes import pad_rank
 from forall._core.errors import format_columns
 from forall._random import torch_ops
 from forall._random.key_scope import scopes
@@ -98,8 +99,7 @@ def _pad_rank(a: Any, rank: int, level: Any) -> Any:
     """Pad the rank of a batched argument: (B, *P) -> (B, 1, .., *P), to broadcast to (B, *S)."""
     if not is_mapped(a, level):
         return lower_shared(a, level)
-    v = move_to_front(a)
-    return v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
+    return pad_rank(move_to_front(a), rank)
 
 
 register_random(
@@ -232,7 +232,7 @@ def make_distribution_rule(draw: Callable) -> Callable:
             return _draw_per_example(level, func, args, kwargs)
         rank = max(count_example_dims(a, level) for a in tensors)
         stacks = [expand_to_stack(a, level) for a in tensors]
-        stacks = [v.reshape(v.shape[0], *(1,) * (rank + 1 - v.dim()), *v.shape[1:]) for v in stacks]
+        stacks = [pad_rank(v, rank) for v in stacks]
         return wrap_results(draw(func, stacks, rest, kwargs), 0, level)
 
     return rule

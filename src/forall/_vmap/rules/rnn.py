@@ -16,6 +16,7 @@ from forall._compat.dispatch_state import no_dispatch
 from forall._compat.op_schema import map_in_lists
 from forall._compat.private_api import pack_padded, pad_packed
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.axes import fold_axis
 from forall._core.errors import data_dependent_error
 from forall._vmap.batched_tensor import is_mapped_at_any, wrap_stack
 from forall._vmap.concretize import concretize_for_user
@@ -36,7 +37,7 @@ def fold_into_sequences(a: Any, dim: int, level: Any) -> Any:
     """Fold the batch axis into ``dim``: (B, *S) -> *S with B * N at ``dim``."""
     if isinstance(a, (list, tuple)):
         return [fold_into_sequences(b, dim, level) for b in a]
-    return expand_to_stack(a, level).movedim(0, dim).flatten(dim, dim + 1)
+    return fold_axis(expand_to_stack(a, level), dim)
 
 
 def unfold_from_sequences(out: Any, dim: int, level: Any) -> Any:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from forall._core.axes import fold_axis
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
     MappedStack,
+    expand_stack,
     expand_to_stack,
     is_mapped,
     lower_shared,
@@ -31,7 +33,7 @@ Tensor = torch.Tensor
 
 def _fold_contiguous(a: Tensor, dim: int, level: Any) -> Tensor:
     """Fold the batch axis into ``dim``: (B, *S) -> *S with B * N at ``dim``, contiguous."""
-    return expand_to_stack(a, level).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    return fold_axis(expand_to_stack(a, level), dim).contiguous()
 
 
 def _lstm_layer(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -53,7 +55,7 @@ def _lstm_layer(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 @make_stack_handler
 def _run_lstm(size, x, w, u, b, d, h, c, reverse, sizes, mode, hidden, layers, biases, *_):
-    stacks = [_to_full_precision(_expand_stack(a, size)) for a in (x, h, c)]
+    stacks = [_to_full_precision(expand_stack(a, size)) for a in (x, h, c)]
     w, u, b, d = ((p.v if isinstance(p, MappedStack) else p) for p in (w, u, b, d))
     x, h, c = stacks
     given = _compute_gates(x, w, b, d, biases)
@@ -81,10 +83,6 @@ def _multiply(x: Tensor, w: Tensor) -> Tensor:
     return (x.flatten(1, 2) @ _to_full_precision(w)).unflatten(1, x.shape[1:3])
 
 
-def _expand_stack(a: Any, size: int) -> Tensor:
-    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
-
-
 def _to_full_precision(a: Tensor) -> Tensor:
     """Convert half precision to float32, in which oneDNN keeps the state of such layers."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
@@ -96,8 +94,8 @@ def _lstm_layer_backward(
 ):
     given = (x, h, c, y, *(torch.zeros_like(h) if g is None else g for g in (gh, gc)))
     dtype = (w.v if isinstance(w, MappedStack) else w).dtype
-    x, h, c, y, gh, gc = (_to_full_precision(_expand_stack(a, size)) for a in given)
-    gy = torch.zeros_like(y) if gy is None else _to_full_precision(_expand_stack(gy, size))
+    x, h, c, y, gh, gc = (_to_full_precision(expand_stack(a, size)) for a in given)
+    gy = torch.zeros_like(y) if gy is None else _to_full_precision(expand_stack(gy, size))
     w, u, b, d = ((p.v if isinstance(p, MappedStack) else p) for p in (w, u, b, d))
     if reverse:
         x, y, gy = x.flip(1), y.flip(1), gy.flip(1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.assertions import require
-from forall._core.axes import stacked_dim
+from forall._core.axes import append_dims, pad_rank, stacked_dim
 from forall._vmap.batched_indices import (
     MASKS,
     StackIndices,
@@ -35,6 +35,7 @@ from forall._vmap.rule_makers.basic import (
     is_mapped,
     lower_shared,
     move_to_front,
+    unsqueeze_shared,
 )
 
 if TYPE_CHECKING:
@@ -158,17 +159,16 @@ def _index_fill(w, x, dim, index, value):
 def _put_by_mask(w, x, mask, values, accumulate):
     """Run ``x[mask] = values`` in order, with shapes that do not depend on the mask's values."""
     rest = x.shape[mask.dim() :]
-    v = values.v if isinstance(values, MappedStack) else values.unsqueeze(0)
-    v = v.reshape(v.shape[0], *(1,) * (len(rest) + 2 - v.dim()), *v.shape[1:])
+    v = pad_rank(unsqueeze_shared(values), len(rest) + 1)
     if v.shape[1] == 1:
         filling = v.reshape(v.shape[0], *(1,) * (mask.dim() - 1), *v.shape[2:])
     else:
         fits = flatten_examples(mask).sum(1) == v.shape[1]
         require(fits.all(), "x[mask] = values: not as many values as true entries")
         v = v.expand(x.shape[0], v.shape[1], *rest).flatten(1)
-        everywhere = mask.reshape(*mask.shape, *(1,) * len(rest)).expand(x.shape)
+        everywhere = append_dims(mask, len(rest)).expand(x.shape)
         filling = spread_over_mask(everywhere, v).reshape(x.shape)
-    mask = mask.reshape(*mask.shape, *(1,) * len(rest)).to(torch.bool)
+    mask = append_dims(mask, len(rest)).to(torch.bool)
     out = torch.where(mask, x + filling if accumulate else filling.to(x.dtype), x)
     return x.copy_(out) if w.suffix else out
 
@@ -179,8 +179,7 @@ def _index_put(w, x, indices, values, accumulate=False, unsafe=False):
         return _put_by_mask(w, x, head.v, values, accumulate)
     places = StackIndices(w.size, indices)
     rank = x.dim() - 1 - places.consumed + places.rank
-    v = values.v if isinstance(values, MappedStack) else values.unsqueeze(0)
-    v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
+    v = pad_rank(unsqueeze_shared(values), rank)
     if shift := places.find_dim_shift():
         v = v.movedim(*shift)
     v = v.to(x.device) if is_rank_zero(values) else v

@@ -7,14 +7,14 @@ import torch
 from forall._core.axes import stacked_dim
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.along_dims import make_dim_handler
-from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.basic import expand_stack, make_stack_handler, unsqueeze_shared
 
 aten = torch.ops.aten
 
 
 @make_stack_handler
 def _masked_softmax(size, x, mask, dim=None, mask_type=None):
-    v = x.v if isinstance(x, MappedStack) else x.expand(size, *x.shape)
+    v = expand_stack(x, size)
     m = _expand_mask(v, mask, mask_type)
     return aten._masked_softmax.default(
         v, m, stacked_dim(-1 if dim is None else dim, v.dim() - 1), 2
@@ -24,7 +24,7 @@ def _masked_softmax(size, x, mask, dim=None, mask_type=None):
 @make_stack_handler
 def _masked_softmax_backward(size, g, out, mask, dim=None):
     """Return the gradient: masked entries are zero in it and in the sum along ``dim``."""
-    g, out = (a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape) for a in (g, out))
+    g, out = (expand_stack(a, size) for a in (g, out))
     dim, mask = stacked_dim(-1 if dim is None else dim, out.dim() - 1), _expand_mask(out, mask, 2)
     out = torch.where(mask, 0, out)
     return aten._softmax_backward_data.default(g, out, dim, out.dtype)
@@ -32,7 +32,7 @@ def _masked_softmax_backward(size, g, out, mask, dim=None):
 
 def _expand_mask(v, mask, mask_type):
     """Expand a mask to (B, N, H, L, L): type 0 is (L, L), type 1 is (N, L), type 2 is full."""
-    m = mask.v if isinstance(mask, MappedStack) else mask.unsqueeze(0)
+    m = unsqueeze_shared(mask)
     if mask_type == 0:
         m = m[:, None, None]
     elif mask_type == 1:

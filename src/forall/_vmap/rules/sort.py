@@ -7,7 +7,8 @@ import torch
 from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.along_dims import make_dim_handler
-from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.basic import MappedStack, expand_stack, get_dtype, make_stack_handler
+from forall._vmap.rule_makers.pointwise import result_dtype
 
 aten = torch.ops.aten
 
@@ -20,22 +21,13 @@ register_rows(
 register_rows({aten.topk.default: make_dim_handler(aten.topk.default)})
 
 
-def _get_dtype(a):
-    return a.v.dtype if isinstance(a, MappedStack) else a.dtype
-
-
-def _expand_stack(a, size):
-    return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
-
-
 def _promote_number(row, x):
     """Return x, and the dtype that the examples promote to if their batched tensors would not.
 
     An example of rank 0 promotes less than its batched tensor does.
     """
-    if isinstance(x, MappedStack) and x.v.dim() == 1 and x.v.dtype != _get_dtype(row):
-        number = torch.empty((), dtype=x.v.dtype, device="meta")
-        common = torch.result_type(torch.empty(1, dtype=_get_dtype(row), device="meta"), number)
+    if isinstance(x, MappedStack) and x.v.dim() == 1 and x.v.dtype != get_dtype(row):
+        common = result_dtype((get_dtype(row),), (x.v.dtype,))
         return MappedStack(x.v.to(common)), common
     return x, None
 
@@ -52,8 +44,8 @@ def _batch_searchsorted(size, rows, x, *, sorter=None, **kwargs):
         and rows.dim() == 1
     ):
         return aten.searchsorted.Tensor(rows, x.v.contiguous(), sorter=sorter, **kwargs)
-    rows, x = _expand_stack(rows, size), _expand_stack(x, size)
-    sorter = None if sorter is None else _expand_stack(sorter, size).contiguous()
+    rows, x = expand_stack(rows, size), expand_stack(x, size)
+    sorter = None if sorter is None else expand_stack(sorter, size).contiguous()
     shape = x.shape
     if rows.dim() == 2:
         x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
@@ -64,9 +56,9 @@ def _batch_searchsorted(size, rows, x, *, sorter=None, **kwargs):
 @make_stack_handler
 def _search_number(size, rows, number, *, sorter=None, **kwargs):
     """Search a Python number in the row of each example."""
-    rows = _expand_stack(rows, size).contiguous()
+    rows = expand_stack(rows, size).contiguous()
     x = torch.full((size, 1), number, dtype=torch.result_type(rows, number), device=rows.device)
-    sorter = None if sorter is None else _expand_stack(sorter, size).contiguous()
+    sorter = None if sorter is None else expand_stack(sorter, size).contiguous()
     return aten.searchsorted.Tensor(rows, x, sorter=sorter, **kwargs).squeeze(1)
 
 

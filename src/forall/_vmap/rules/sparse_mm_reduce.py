@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forall._core.axes import fold_axis
 from forall._vmap.registry import SHARED, register_rows
 from forall._vmap.rule_makers.basic import (
     expand_to_stack,
@@ -19,7 +20,7 @@ _BACKWARD = aten._sparse_mm_reduce_impl_backward.default
 
 def _fold_into_columns(x, level):
     """Fold the batch axis into the columns: (B, K, N) -> (K, B * N)."""
-    return expand_to_stack(x, level).movedim(0, 1).flatten(1)
+    return fold_axis(expand_to_stack(x, level), 1)
 
 
 def _sparse_mm_reduce(level, func, args, kwargs):

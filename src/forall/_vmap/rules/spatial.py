@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from forall._vmap.registry import register_rows
-from forall._vmap.rule_makers.basic import MappedStack, make_stack_handler
+from forall._vmap.rule_makers.basic import MappedStack, get_example_rank, make_stack_handler
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -25,7 +25,7 @@ def make_image_handler(func: Any, rank: int, *, alone: bool = True, sized: int |
     """
 
     def rule(size, *args):
-        r = get_image_rank(args[0])
+        r = get_example_rank(args[0])
         if r != rank + 1 and not (alone and r == rank):
             return func(*map(get_first_example, args))  # the operator raises the error
         join = r == rank + 1
@@ -40,10 +40,6 @@ def make_image_handler(func: Any, rank: int, *, alone: bool = True, sized: int |
         return tuple(None if o is None else o.unflatten(0, (size, -1)) for o in out)
 
     return make_stack_handler(rule)
-
-
-def get_image_rank(a: MappedStack | Tensor) -> int:
-    return a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim()
 
 
 def _fold_images(a: Any, size: int, join: bool) -> Any:
@@ -154,7 +150,7 @@ def _make_fractional_handler(func: Any, rank: int):
     """
 
     def rule(size, x, kernel, output, samples):
-        join = get_image_rank(x) == rank + 1
+        join = get_example_rank(x) == rank + 1
         x = _fold_images(x, size, join)
         samples = _fold_images(samples, size, False)[:, : x.shape[0] // size if join else 1]
         outs = func(x, kernel, output, samples.flatten(0, 1))

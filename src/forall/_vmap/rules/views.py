@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.axes import axis_after_removal, shift_past_axis, wrap_dim
+from forall._core.axes import (
+    axis_after_removal,
+    move_axis_to_front,
+    pad_rank,
+    shift_past_axis,
+    wrap_dim,
+)
 from forall._vmap.batched_tensor import alias_call, derive_view, lay_out_separately
 from forall._vmap.memory_layout import is_axis_inside
 from forall._vmap.registry import VIEW_CALLS, VIEWS, register_rows
@@ -92,15 +98,13 @@ def _squeeze_dims(v, axis, dims):
 
 
 def _expand(v, axis, size, *, implicit=False):
-    v = v.movedim(axis, 0) if axis else v
+    v = move_axis_to_front(v, axis)
     size = list(size)
-    new = len(size) - (v.dim() - 1)
-    if new < 0:
+    if len(size) < v.dim() - 1:
         raise RuntimeError(
             f"expand: {v.dim() - 1} dims of the tensor do not fit the {len(size)} sizes {size}"
         )
-    v = v.reshape(v.shape[0], *(1,) * new, *v.shape[1:]) if new else v
-    return _move_axis_inside(v.expand(v.shape[0], *size))
+    return _move_axis_inside(pad_rank(v, len(size)).expand(v.shape[0], *size))
 
 
 def _move_axis_inside(v):
@@ -109,7 +113,7 @@ def _move_axis_inside(v):
 
 
 def _view(v, axis, size):
-    v = v.movedim(axis, 0) if axis else v
+    v = move_axis_to_front(v, axis)
     out = aten.view.default(v, [v.shape[0], *_infer_sizes(size, v)])
     return _move_axis_inside(out) if axis else (out, 0)
 
