@@ -19,6 +19,12 @@ from forall._jit.backends.fast_calls import choose_calls
 from forall._jit.backends.python_source import write_program
 from forall._jit.cache.differentiable_entry import DifferentiableEntry, EagerRerun
 from forall._jit.cache.entry import ArgumentOverlaps, CacheEntry, ResultTree
+from forall._jit.deadline import (
+    NO_DEADLINE,
+    TOO_LONG,
+    Deadline,
+    clock,
+)
 from forall._jit.guards.build import Guards
 from forall._jit.guards.identity import (
     KeyMaker,
@@ -28,12 +34,6 @@ from forall._jit.guards.identity import (
     outline_call,
 )
 from forall._jit.passes.pipeline import iter_passes
-from forall._jit.search_budget import (
-    NO_DEADLINE,
-    TOO_LONG,
-    Deadline,
-    clock,
-)
 from forall._jit.static_args import unbox_static
 from forall._jit.tracing.coverage import FULL_COVERAGE, FullCoverage
 from forall._jit.tracing.joint_graph import (

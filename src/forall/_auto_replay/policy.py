@@ -18,6 +18,8 @@ from weakref import ref
 
 import torch
 
+from forall._auto_replay.attempt_budget import REPLAYS_PER_ATTEMPT, AttemptBudget, disable_gc
+from forall._auto_replay.purity import find_impurity
 from forall._compat import pytree, rng_state
 from forall._compat.autograd_graph import find_autograd_node
 from forall._compat.native_guards import get_dict_version
@@ -25,21 +27,17 @@ from forall._compat.private_api import has_global_hooks
 from forall._compat.transform_call import call_transform
 from forall._core import config
 from forall._core.python_state import UnguardedState
-from forall._jit.auto.purity import find_impurity
 from forall._jit.cache.call_key import is_free, make_call_key, read_torch_state
 from forall._jit.cache.differentiable_entry import DifferentiableEntry
 from forall._jit.cache.entry import MISSED
-from forall._jit.guards.build import Guards
-from forall._jit.guards.identity import UnfitArgument, find_keyed_objects, outline_call
-from forall._jit.search_budget import (
+from forall._jit.deadline import (
     NO_DEADLINE,
-    REPLAYS_PER_ATTEMPT,
     TOO_LONG,
-    AttemptBudget,
     Deadline,
     clock,
-    disable_gc,
 )
+from forall._jit.guards.build import Guards
+from forall._jit.guards.identity import UnfitArgument, find_keyed_objects, outline_call
 from forall._jit.tracing.coverage import (
     FULL_COVERAGE,
     MOST_OBSERVATIONS,
