@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 import forall
-from forall._jit import search_budget
-from forall._jit.auto.policy import AutoReplayCache
+from forall._auto_replay.policy import AutoReplayCache
+from forall._jit import deadline
 from measure import Built, repetitions_for, seconds, settled, synchroniser
 from registry import FALLBACKS, Contestants, Program
 from report import lined, mean, number
@@ -155,10 +155,7 @@ def measured(name: str, contestants: Contestants, rounds: int, device: torch.dev
         median(lambda s: s.watched / s.eager),
         median(lambda s: s.kept / s.warm),
         median(
-            lambda s: (
-                s.longest
-                / (search_budget.EAGER_CALLS_ALLOWED * s.warm + search_budget.SECONDS_ALLOWED)
-            )
+            lambda s: s.longest / (deadline.EAGER_CALLS_ALLOWED * s.warm + deadline.SECONDS_ALLOWED)
         ),
     )
 
@@ -217,8 +214,8 @@ def section(built: Built, rounds: int, device: torch.device) -> list[str]:
         "for each operator of the program. With `forall.config.replay` on, a first call is only",
         "timed, and later ones record: both are divided by calls with replay off. The longest of",
         (
-            f"these may take {search_budget.EAGER_CALLS_ALLOWED:g} calls as they are and "
-            f"{1e3 * search_budget.SECONDS_ALLOWED:g} ms."
+            f"these may take {deadline.EAGER_CALLS_ALLOWED:g} calls as they are and "
+            f"{1e3 * deadline.SECONDS_ALLOWED:g} ms."
         ),
         "",
         *table(rows),

@@ -10,7 +10,7 @@ import torch.func
 from torch.utils._pytree import tree_map
 
 import forall
-from forall._jit.auto.policy import AutoReplayCache
+from forall._auto_replay.policy import AutoReplayCache
 
 Program = Callable[[], Any]
 Quantity = Literal["time", "peak memory"]

@@ -20,8 +20,8 @@ import forall
 from by_groups import GAPS
 from device import fakedev
 from forall._api.execution import strategy
-from forall._jit import search_budget
-from forall._jit.auto import policy
+from forall._auto_replay import policy
+from forall._jit import deadline
 from forall._jit.backends import torchscript
 
 REPLAY = forall.config.replay
@@ -106,9 +106,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before = forall.config.replay, torchscript.LENGTH, torchscript.CALLS
-    slack = search_budget.SECONDS_ALLOWED
+    slack = deadline.SECONDS_ALLOWED
     if item.get_closest_marker("timed") is None:
-        search_budget.SECONDS_ALLOWED = 1e6  # else it hangs on the machine's speed what is recorded
+        deadline.SECONDS_ALLOWED = 1e6  # else it hangs on the machine's speed what is recorded
     forall.config.replay = _how(item, before[0])
     if crc32(item.nodeid.encode()) % 2:
         torchscript.LENGTH, torchscript.CALLS = 1, 0
@@ -126,7 +126,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return result
     finally:
         strategy.warn_of_groups = warn
-        search_budget.SECONDS_ALLOWED = slack
+        deadline.SECONDS_ALLOWED = slack
         forall.config.replay, torchscript.LENGTH, torchscript.CALLS = before
         policy.AutoReplayCache = own
 

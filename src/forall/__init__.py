@@ -28,6 +28,7 @@ with _without_collector():
     from forall._api.torch_func_patch import install, installed, uninstall
     from forall._api.vjp import vjp
     from forall._api.vmap import vmap
+    from forall._auto_replay import replayed_calls as _replay
     from forall._autodiff.decompositions import graph_nodes as _nodes
     from forall._control_flow import hop_overrides as _torchs
     from forall._control_flow.associative_scan import associative_scan
@@ -43,7 +44,8 @@ with _without_collector():
     _captured.install_autograd_calls()
     _copies.install_deepcopy()
     _torchs.install_control_flow()
-del _captured, _copies, _functions, _wiring, _nodes, _rules, _torchs
+    _replay.install()
+del _captured, _copies, _functions, _replay, _wiring, _nodes, _rules, _torchs
 del _warn_if_untested, _without_collector
 __all__ = [
     "Chunks",

@@ -16,6 +16,7 @@ LAYERS = {
     "_autodiff": 3,
     "_divergence": 4,
     "_api": 5,
+    "_auto_replay": 6,
     "_control_flow": 6,
 }
 PUBLIC = ("__init__.py", "__main__.py", "extend.py", "random.py", "testing.py")
@@ -45,6 +46,12 @@ def test_imports_point_down(path):
     for used in imported_packages(path):
         assert used in LAYERS, f"{path} imports the public module forall.{used}"
         assert used == mine or LAYERS[used] < LAYERS[mine], f"{path} imports from {used}"
+
+
+def test_automatic_replay_is_imported_by_the_public_package_alone():
+    """All other packages meet it by the slot of the transforms' decorator."""
+    users = {path for path in files() if "_auto_replay" in imported_packages(path)}
+    assert {path for path in users if package(path) != "_auto_replay"} == {"__init__.py"}
 
 
 def test_no_modules_import_each_other():

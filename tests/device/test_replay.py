@@ -10,7 +10,7 @@ import torch
 import forall
 from device import fakedev
 from forall import grad, vmap
-from forall._api.execution.auto_replay import get_transform_calls
+from forall._auto_replay.replayed_calls import get_transform_calls
 
 D = fakedev.NAME
 # `print` has no part in what is seen to run, and cannot be watched where it has. The factor is read

@@ -8,7 +8,7 @@ import torch
 import forall
 import jit.cases as home
 from forall import jit
-from forall._api.execution.auto_replay import replay_transform
+from forall._api.execution.transform_decorator import replay_transform
 from forall._compat import compile_backends
 from forall._jit.backends import torch_compile
 

@@ -28,7 +28,8 @@ from torch import Tensor
 import forall
 from draws import make_generator
 from forall import PerformanceWarning, grad, jacfwd, jit, jvp, vmap
-from forall._api.execution.auto_replay import Calls, get_transform_calls, replay_transform
+from forall._api.execution.transform_decorator import replay_transform
+from forall._auto_replay.replayed_calls import Calls, get_transform_calls
 from forall._compat import pytree
 from limits import programs as instructions
 from limits.programs import NOT_FORWARD, SHAPES, D, Machine, Program

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forall
 from forall import grad, jacfwd, jit, jvp, vmap
-from forall._api.execution.auto_replay import replay_transform
+from forall._api.execution.transform_decorator import replay_transform
 
 D = torch.float64
 X = torch.linspace(0.1, 1, 3, dtype=D)

@@ -37,8 +37,8 @@ from forall import (
     vmap,
 )
 from forall._api.execution import loop_or_batch, python_loop
-from forall._api.execution.auto_replay import get_transform_calls
 from forall._api.execution.side_effect_free import find_pure_bindings
+from forall._auto_replay.replayed_calls import get_transform_calls
 from forall._core.divergence import TimeExceeded
 from forall._core.levels import stack
 

@@ -3,9 +3,9 @@
 import pytest
 
 import forall
-from forall._api.execution import fresh_closures
-from forall._api.execution.auto_replay import _call_template
-from forall._jit.auto.policy import AutoReplayCache
+from forall._auto_replay import fresh_closures
+from forall._auto_replay.policy import AutoReplayCache
+from forall._auto_replay.replayed_calls import _call_template
 from jit.conftest import recorded  # noqa: F401 - pytest finds it here
 
 

@@ -7,7 +7,7 @@ from types import FunctionType
 
 import pytest
 
-from forall._api.execution.auto_replay import replay_transform
+from forall._api.execution.transform_decorator import replay_transform
 from jit.cases import CASES
 from jit.conftest import globals_as_before  # noqa: F401 - a fixture that all tests here use
 from jit.test_adversarial import six_calls

@@ -15,7 +15,7 @@ from torch.func import functional_call
 import forall
 from draws import make_generator
 from forall import explain, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from forall._api.execution import fresh_closures
+from forall._auto_replay import fresh_closures
 from replay.test_made_anew import agree, network, plainly
 
 pytestmark = pytest.mark.usefixtures("at_once")

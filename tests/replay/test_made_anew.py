@@ -9,7 +9,7 @@ from torch import nn
 
 import forall
 from forall import grad, hessian, jacrev, jvp, linearize, vjp, vmap
-from forall._api.execution import fresh_closures
+from forall._auto_replay import fresh_closures
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64

@@ -10,7 +10,7 @@ import torch
 
 import forall
 from forall import Chunks, grad, jacrev, jvp, vjp, vmap
-from forall._api.execution import auto_replay
+from forall._api.execution import transform_decorator as decorator
 
 X = torch.arange(1.0, 4.0)
 DATA = {"func", "primals", "tangents"}  # what a call is of
@@ -50,18 +50,18 @@ def transforms() -> dict:
 
 def key(name: str, monkeypatch: pytest.MonkeyPatch, **options) -> tuple:
     """What tells a transform with these options from others."""
-    keys, original = [], auto_replay._make_transform_key
+    keys, original = [], decorator._make_transform_key
 
     def noted(how: tuple) -> tuple:
         keys.append(original(how))
         return keys[-1]
 
-    monkeypatch.setattr(auto_replay, "_make_transform_key", noted)
-    monkeypatch.setattr(auto_replay, "_reads", {})
+    monkeypatch.setattr(decorator, "_make_transform_key", noted)
+    monkeypatch.setattr(decorator, "_reads", {})
     args = {"jvp": ((X,), (X,)), "linearize": (X,)}.get(name, ())
     transform = transforms()[name]
     transform((lambda x: (x, x)) if options.get("has_aux") else (lambda x: 2 * x), *args, **options)
-    monkeypatch.setattr(auto_replay, "_make_transform_key", original)
+    monkeypatch.setattr(decorator, "_make_transform_key", original)
     assert keys[0] is not None
     return keys[0]
 
@@ -107,12 +107,12 @@ def test_each_transform_is_told_from_others(at_once, monkeypatch):
     ],
 )
 def test_values_that_are_equal_or_nearly_are_told_apart(one, other):
-    assert auto_replay._make_transform_key((one,)) != auto_replay._make_transform_key((other,))
+    assert decorator._make_transform_key((one,)) != decorator._make_transform_key((other,))
 
 
 @pytest.mark.parametrize("value", [0.0, torch.ones(1), type("Place", (int,), {})(0), [0.0]])
 def test_what_is_of_another_class_tells_nothing(value):
-    assert auto_replay._make_transform_key(("grad", value)) is None
+    assert decorator._make_transform_key(("grad", value)) is None
 
 
 def dot(entries, y):
@@ -156,10 +156,8 @@ def test_dims_in_a_dict_that_changes_are_those_of_the_call(is_nested, at_once):
 
 def test_a_keyword_that_a_transform_is_told_tells_it_from_others(at_once):
     def transform(func, argnums=0, *, new=False):
-        how = auto_replay.collect_options("transform", argnums=argnums, new=new)
-        return auto_replay.replay_transform(func, how)(
-            lambda f, *args: f(*args) * (3 if new else 2)
-        )
+        how = decorator.collect_options("transform", argnums=argnums, new=new)
+        return decorator.replay_transform(func, how)(lambda f, *args: f(*args) * (3 if new else 2))
 
     def f(x):
         return x.sin()
@@ -206,41 +204,39 @@ def test_options_of_one_function_alternate(at_once):
 
 
 def test_what_is_told_by_the_very_same_words_is_read_once(monkeypatch):
-    monkeypatch.setattr(auto_replay, "_reads", {})
-    monkeypatch.setattr(auto_replay, "_MOST_READS", 2)
+    monkeypatch.setattr(decorator, "_reads", {})
+    monkeypatch.setattr(decorator, "_MOST_READS", 2)
     options = {"in_dims": (0, None), "randomness": "same"}
-    first = auto_replay.collect_options("vmap", **options)
-    key = auto_replay._read(first)
-    assert auto_replay._read(auto_replay.collect_options("vmap", **options)) == key
-    assert len(auto_replay._reads) == 1
+    first = decorator.collect_options("vmap", **options)
+    key = decorator._read(first)
+    assert decorator._read(decorator.collect_options("vmap", **options)) == key
+    assert len(decorator._reads) == 1
     for other in ({"in_dims": (1, None)}, {"in_dims": (True, None)}, {"in_dims": (0, 0)}):
-        assert auto_replay._read(auto_replay.collect_options("vmap", **{**options, **other})) != key
-    assert auto_replay._read(auto_replay.collect_options("grad", **options)) != key
-    assert len(auto_replay._reads) <= 2
+        assert decorator._read(decorator.collect_options("vmap", **{**options, **other})) != key
+    assert decorator._read(decorator.collect_options("grad", **options)) != key
+    assert len(decorator._reads) <= 2
 
 
 def test_what_may_change_is_read_with_each_transform(monkeypatch):
-    monkeypatch.setattr(auto_replay, "_reads", {})
+    monkeypatch.setattr(decorator, "_reads", {})
     dims, chunks = [0, None], Chunks(size=2)
     for told in ({"in_dims": (dims,)}, {"chunk_size": chunks}, {"randomness": X}):
-        auto_replay._read(auto_replay.collect_options("vmap", **told))
-    assert not auto_replay._reads
-    before = auto_replay._read(auto_replay.collect_options("vmap", in_dims=(dims,)))
+        decorator._read(decorator.collect_options("vmap", **told))
+    assert not decorator._reads
+    before = decorator._read(decorator.collect_options("vmap", in_dims=(dims,)))
     dims[1] = 0
-    assert auto_replay._read(auto_replay.collect_options("vmap", in_dims=(dims,))) != before
+    assert decorator._read(decorator.collect_options("vmap", in_dims=(dims,))) != before
 
 
 def test_words_that_take_the_place_of_others_are_not_taken_for_them(monkeypatch):
     """What is known by its identity stays as long as it is known."""
-    monkeypatch.setattr(auto_replay, "_reads", {})
+    monkeypatch.setattr(decorator, "_reads", {})
     f = lambda x, y: x * y  # noqa: E731
     for n in range(3000):
         dims = (None, 0) if n % 2 else (0, None)
         dims = tuple(d for d in dims)  # another object
-        key, _ = auto_replay._read(auto_replay.collect_options("vmap", in_dims=dims))
-        expected = auto_replay._make_transform_key(
-            auto_replay.collect_options("vmap", in_dims=dims)
-        )
+        key, _ = decorator._read(decorator.collect_options("vmap", in_dims=dims))
+        expected = decorator._make_transform_key(decorator.collect_options("vmap", in_dims=dims))
         assert key == expected
         if not n % 500:
             args = (X.sum(), X) if n % 2 else (X, X.sum())

@@ -5,7 +5,7 @@ import torch
 
 import forall
 from forall import grad, jacrev, jvp, vjp, vmap
-from forall._jit.cache.differentiable_entry import DifferentiableEntry
+from forall._jit.cache.differentiable_entry import Derivative
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
@@ -17,13 +17,13 @@ C = torch.linspace(-1, 1, 3, dtype=D)
 @pytest.fixture
 def served(monkeypatch):
     """Whether each backward pass was the recorded one."""
-    told, real = [], DifferentiableEntry.serves_backward
+    told, real = [], Derivative.serves_backward
 
-    def noted(self, cotangents):
-        told.append(real(self, cotangents))
+    def noted(self, *given):
+        told.append(real(self, *given))
         return told[-1]
 
-    monkeypatch.setattr(DifferentiableEntry, "serves_backward", noted)
+    monkeypatch.setattr(Derivative, "serves_backward", noted)
     return told
 
 

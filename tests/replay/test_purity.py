@@ -26,8 +26,9 @@ from torch.nn import functional as F
 import forall
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, vmap
-from forall._api.execution.auto_replay import get_transform_calls, replay_transform
-from forall._jit.auto.purity import find_impurity
+from forall._api.execution.transform_decorator import replay_transform
+from forall._auto_replay.purity import find_impurity
+from forall._auto_replay.replayed_calls import get_transform_calls
 from forall._jit.guards.build import Guards
 from jit.cases import Cubed
 

@@ -16,7 +16,7 @@ import torch
 
 import forall
 from forall import vmap
-from forall._api.execution.auto_replay import get_transform_calls
+from forall._auto_replay.replayed_calls import get_transform_calls
 from forall._jit.guards.attribute_names import find_text_lookups
 from oracle import same
 from replay import seen_code, seen_state

@@ -260,7 +260,7 @@ def test_call_that_is_made_once_more_finds_each_setting_as_it_was(monkeypatch):
     found, real = [], RecordedCall._rerun_function
 
     def noted(self, *args):
-        with apply_settings(self.recorded.settings):
+        with apply_settings(self.recorded.derivative.rerun.settings):
             found.append(read_settings())
         return real(self, *args)
 

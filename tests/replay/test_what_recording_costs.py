@@ -18,9 +18,9 @@ import torch
 
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
-from forall._api.execution.auto_replay import get_transform_calls
-from forall._jit import search_budget
-from forall._jit.auto import policy
+from forall._auto_replay import attempt_budget, policy
+from forall._auto_replay.replayed_calls import get_transform_calls
+from forall._jit import deadline
 from forall._jit.guards import build as guarding
 from forall._jit.tracing import coverage, trace_call, tracer
 
@@ -133,7 +133,7 @@ def test_what_is_new_with_each_call_is_given_up(name, counted):
     _calls(g, make, range(800, 2600))
     assert counted["looks"] - before["looks"] <= 1800 // 5
     # What has slots and no weak references cannot be told from what lived where it lives.
-    most = search_budget.FREE_ATTEMPTS + 6 if name in ("objects with slots", "two classes") else 20
+    most = attempt_budget.FREE_ATTEMPTS + 6 if name in ("objects with slots", "two classes") else 20
     assert counted["attempts"] <= most
     _calls(g, make, range(2600, 3400))
     assert counted["attempts"] <= most
@@ -155,7 +155,7 @@ def test_functions_made_anew_of_what_is_new_are_given_up(name, counted):
         return grad(lambda x, *rest: f(x, *rest))(*given)
 
     _calls(called, make, range(600))
-    assert counted["attempts"] <= search_budget.FREE_ATTEMPTS
+    assert counted["attempts"] <= attempt_budget.FREE_ATTEMPTS
     before = counted["attempts"]
     _calls(called, make, range(600, 1200))
     assert counted["attempts"] - before <= 2
@@ -197,8 +197,8 @@ def test_more_kinds_in_turn_than_are_kept_do_not_push_each_other_out(count, roun
     kinds = [torch.ones(i + 1) for i in range(count)]
     _calls(g, lambda i: (kinds[i % count],), range(rounds * count))
     limit = (
-        search_budget.FREE_ATTEMPTS
-        + get_transform_calls(g).replays.hits // search_budget.REPLAYS_PER_ATTEMPT
+        attempt_budget.FREE_ATTEMPTS
+        + get_transform_calls(g).replays.hits // attempt_budget.REPLAYS_PER_ATTEMPT
         + 10
     )
     assert counted["attempts"] <= limit
@@ -218,11 +218,11 @@ def test_objects_that_are_used_a_few_times_each_are_given_up(counted):
     _calls(g, make, range(1000))
     assert (
         counted["attempts"]
-        <= search_budget.FREE_ATTEMPTS + 1000 // search_budget.REPLAYS_PER_ATTEMPT
+        <= attempt_budget.FREE_ATTEMPTS + 1000 // attempt_budget.REPLAYS_PER_ATTEMPT
     )
     before = counted["attempts"]
     _calls(g, make, range(1000, 2000))
-    assert counted["attempts"] - before <= 1000 // search_budget.REPLAYS_PER_ATTEMPT
+    assert counted["attempts"] - before <= 1000 // attempt_budget.REPLAYS_PER_ATTEMPT
 
 
 def test_kinds_that_all_see_what_changes_are_given_up(counted):
@@ -237,7 +237,7 @@ def test_kinds_that_all_see_what_changes_are_given_up(counted):
         State.n = float(i)
         (found,) = {*g(X[0], i % 2).tolist()}
         assert found == (State.n if i % 2 else 2)
-    assert counted["attempts"] <= search_budget.FREE_ATTEMPTS
+    assert counted["attempts"] <= attempt_budget.FREE_ATTEMPTS
 
 
 def test_what_changes_rarely_is_recorded_anew_each_time(counted):
@@ -267,8 +267,8 @@ def test_functions_that_raise_at_times_are_not_recorded_for_ever(counted):
             assert n
     assert (
         counted["attempts"]
-        <= search_budget.FREE_ATTEMPTS
-        + get_transform_calls(g).replays.hits // search_budget.REPLAYS_PER_ATTEMPT
+        <= attempt_budget.FREE_ATTEMPTS
+        + get_transform_calls(g).replays.hits // attempt_budget.REPLAYS_PER_ATTEMPT
         + 5
     )
 
@@ -298,9 +298,9 @@ class Clock:
     def __init__(self, monkeypatch, cost):
         self.now = 0.0
         self.cost = cost
-        for module in (search_budget, guarding, coverage, tracer, trace_call, policy):
+        for module in (deadline, guarding, coverage, tracer, trace_call, policy):
             monkeypatch.setattr(module, "clock", self)
-        purity = sys.modules["forall._jit.auto.purity"]
+        purity = sys.modules["forall._auto_replay.purity"]
         monkeypatch.setattr(purity, "clock", self)
 
     def __call__(self):
@@ -344,8 +344,8 @@ def test_no_call_records_for_longer_than_it_may(name, cost, at_once, monkeypatch
     for calls in range(60):
         before = clock.now
         torch.testing.assert_close(g(*given), wanted, rtol=0, atol=0)
-        so_far = max(search_budget.SECONDS_ALLOWED, calls * eager)
-        assert clock.now - before <= search_budget.EAGER_CALLS_ALLOWED * eager + so_far + 4 * cost
+        so_far = max(deadline.SECONDS_ALLOWED, calls * eager)
+        assert clock.now - before <= deadline.EAGER_CALLS_ALLOWED * eager + so_far + 4 * cost
     assert get_transform_calls(g).replays.hits > 0 or cost > 1e-4
 
 
@@ -358,7 +358,7 @@ def test_what_takes_long_to_record_is_recorded_when_the_calls_have_taken_as_long
     for calls in range(1, 200):
         g(*given)
         hits = getattr(get_transform_calls(g).replays, "hits", 0)
-        assert clock.now <= 3 * calls * 2 * cost + search_budget.SECONDS_ALLOWED
+        assert clock.now <= 3 * calls * 2 * cost + deadline.SECONDS_ALLOWED
     assert hits > 50
 
 
@@ -418,7 +418,7 @@ def test_a_backward_pass_that_takes_too_long_leaves_the_users_history(at_once, m
         (found,) = torch.autograd.grad(g(X).sum(), w)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert halted
-    assert all(r.why == search_budget.TOO_LONG for r in halted)
+    assert all(r.why == deadline.TOO_LONG for r in halted)
 
 
 def test_garbage_is_collected_as_before_when_a_call_was_recorded(at_once, monkeypatch):

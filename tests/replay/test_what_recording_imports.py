@@ -58,9 +58,9 @@ _PROGRAM = """
         call()
     before = {*sys.modules}
     forall.config.replay, forall.config.patience = True, 0
-    from forall._jit import search_budget
-    from forall._jit.auto import policy
-    search_budget.SLACK = 1e6  # however slow the machine is
+    from forall._jit import deadline
+    from forall._auto_replay import policy
+    deadline.SECONDS_ALLOWED = 1e6  # however slow the machine is
     recorded = []
     original = policy.begin_recording
     policy.begin_recording = lambda *given, **how: recorded.append(1) or original(*given, **how)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forall._api import explain_plot
 from forall._api.execution import loop_or_batch
-from forall._api.execution.auto_replay import replay_transform
+from forall._api.execution.transform_decorator import replay_transform
 from forall._core import config
 from forall._core.errors import format_columns, format_short, name_of, type_name_of
 from forall._divergence.converted_call import collect_report

@@ -14,7 +14,7 @@ from forall._api.argnums import (
     describe_call,
 )
 from forall._api.argnums import with_value_as_aux as with_its_value
-from forall._api.execution.auto_replay import collect_options, replay_transform
+from forall._api.execution.transform_decorator import collect_options, replay_transform
 from forall._api.typing import (
     A,
     P,

@@ -14,7 +14,7 @@ from forall._api.argnums import (
     with_value_as_aux,
 )
 from forall._api.chunk_size import get_torch_chunk_size
-from forall._api.execution.auto_replay import collect_options, replay_transform
+from forall._api.execution.transform_decorator import collect_options, replay_transform
 from forall._api.jacobian_blocks import (
     InnerJacobian,
     JacobianBlocks,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from forall._api import argument_checks
 from forall._api.chunk_size import get_torch_chunk_size
-from forall._api.execution.auto_replay import collect_options
+from forall._api.execution.transform_decorator import collect_options
 from forall._api.jacobian import make_jacobian_transform
 from forall._api.jacobian_mode import compute_by_fewer
 from forall._api.typing import (

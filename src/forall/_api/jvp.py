@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, dynamo_call
-from forall._api.execution.auto_replay import call_or_replay, can_replay, collect_options
+from forall._api.execution.transform_decorator import call_or_replay, can_replay, collect_options
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level
 from forall._autodiff.dual_tensor import make_dual, unpack_dual

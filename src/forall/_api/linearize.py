@@ -9,11 +9,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, dynamo_call
-from forall._api.execution.auto_replay import (
-    Calls,
+from forall._api.execution.transform_decorator import (
     call_or_replay,
     can_replay,
     collect_options,
+    find_calls,
 )
 from forall._api.jvp import detach_results, run_on_duals
 from forall._api.typing import R, Ts
@@ -134,14 +134,15 @@ class _TangentProgram:
     Two programs are equal if they do the same. Guards need not inspect what never changes.
     """
 
-    __slots__ = ("calls", "linear", "out_spec")
+    __slots__ = ("found", "linear", "out_spec")
 
     def __init__(self, linear: LinearProgram, out_spec: Any) -> None:
-        self.linear, self.out_spec, self.calls = linear, out_spec, Calls()
+        self.linear, self.out_spec = linear, out_spec
+        self.found = find_calls(self, None)
 
     def run(self, constants: list, seeds: list) -> list:
-        if can_replay():
-            return self.calls.run(self, None, _TangentProgram.play, (constants, seeds), {})
+        if self.found is not None and can_replay():
+            return self.found.calls.run(self, None, _TangentProgram.play, (constants, seeds), {})
         return self.linear.play(constants, seeds)
 
     def play(self, constants: list, seeds: list) -> list:

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks
 from forall._api.argnums import DiffArguments, describe_call, find_places
-from forall._api.execution.auto_replay import collect_options, replay_transform
+from forall._api.execution.transform_decorator import collect_options, replay_transform
 from forall._api.grad import grad_and_value
 from forall._api.typing import Chunk
 from forall._api.vmap import vmap

@@ -9,8 +9,8 @@ import torch
 from forall._api import argument_checks
 from forall._api.argnums import describe_call
 from forall._api.chunk_size import get_torch_chunk_size
-from forall._api.execution.auto_replay import collect_options, replay_transform
 from forall._api.execution.chunked_map import run_each_chunk
+from forall._api.execution.transform_decorator import collect_options, replay_transform
 from forall._api.jacobian_blocks import InnerJacobian
 from forall._api.jvp import push_forward
 from forall._api.linearize import linearize_with_aux

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, dynamo_call
 from forall._api.argnums import DiffLeaves
-from forall._api.execution.auto_replay import make_replayable
+from forall._api.execution.transform_decorator import make_replayable
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level, reverse_mode
 from forall._autodiff.dual_tensor import make_dual, unpack_dual

@@ -13,10 +13,10 @@ from torch.compiler import is_dynamo_compiling
 from forall._api import argument_checks, mapped_inputs, ragged
 from forall._api.chunk_size import get_torch_chunk_size
 from forall._api.execution import strategy
-from forall._api.execution.auto_replay import collect_options, replay_transform
 from forall._api.execution.chunked_map import run_in_chunks
 from forall._api.execution.groups import Rollback, select_rows
 from forall._api.execution.loop_or_batch import SettledCalls
+from forall._api.execution.transform_decorator import collect_options, replay_transform
 from forall._api.nested_components import NestedExamples, group_by_shape
 from forall._api.subclass_arguments import (
     ExampleAttributes,

@@ -190,6 +190,11 @@ class Program(Graph):
     # The functions that call operators, by the id of the node, as far as they were chosen.
     calls: dict[int, tuple[OpNode, Callable]] = field(default_factory=dict)
 
+    @property
+    def given(self) -> list[int]:
+        """The values that a call of the program is given: arguments, then captured tensors."""
+        return [*self.inputs, *self.captured]
+
     def find_changing_constants(self, nodes: Sequence[OpNode], results: Sequence[int]) -> set[int]:
         """The constants that are written into after all: by ``nodes``, or by who gets results."""
         roots = self.find_roots()

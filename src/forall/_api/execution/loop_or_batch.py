@@ -27,8 +27,8 @@ from torch.autograd import forward_ad
 
 from forall._api import mapped_inputs
 from forall._api.execution import python_loop
-from forall._api.execution.auto_replay import can_replay, find_bindings
-from forall._api.execution.fresh_closures import find_transform
+from forall._api.execution.function_record import find_bindings
+from forall._api.execution.transform_decorator import can_replay, find_transform
 from forall._api.nested_components import NestedExamples, group_by_shape
 from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import in_torch_func
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import CodeType
 
-    from forall._api.execution.auto_replay import Calls
     from forall._api.execution.mapped_call import MappedCall
     from forall._api.execution.side_effect_free import Bindings
+    from forall._api.execution.transform_decorator import ReplayableCalls
     from forall._core.call_site import SourceLine
 
 _WORDS = frozenset({bool, int, float, complex, str, type(None)})
@@ -219,7 +219,7 @@ class _KnownCalls(NamedTuple):
     times: CallTimes
     dims: tuple
     size: int
-    alone: Callable | None  # see `fresh_closures`
+    alone: Callable | None  # see `Transform`
 
 
 class SettledCalls:
@@ -268,7 +268,7 @@ class SettledCalls:
         known = self._known[forms] = _KnownCalls(times, dims, size, alone)
         return known
 
-    def run(self, args: tuple, known: _KnownCalls, calls: Calls | None) -> Any:
+    def run(self, args: tuple, known: _KnownCalls, calls: ReplayableCalls | None) -> Any:
         """Return a tuple of the result; None if the call is to be made in the ordinary way.
 
         ``calls`` may replay it. Few functions are called here: Python code that runs after an

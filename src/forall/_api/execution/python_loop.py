@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._api.execution.auto_replay import find_bindings
+from forall._api.execution.function_record import find_bindings
 from forall._api.nested_components import NestedExamples
 from forall._api.ragged import RaggedResult
 from forall._autodiff.jvp_level import JvpLevel

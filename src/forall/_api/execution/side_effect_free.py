@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from forall._api.execution.fresh_closures import find_transform
+from forall._api.execution.transform_decorator import find_transform
 from forall._api.nested_components import NestedExamples
 from forall._compat import pure_functions
 from forall._compat.private_api import PLAIN
@@ -38,7 +38,7 @@ from forall._core.python_state import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from forall._api.execution.fresh_closures import Transform
+    from forall._api.execution.transform_decorator import Transform
 
 _MOST = 1000  # values that are inspected
 _MOST_COPIED = 1 << 20  # entries of a tensor

@@ -50,11 +50,11 @@ class Kind(NamedTuple):
 
 def describe_entry(name: str, recorded: CacheEntry) -> Kind:
     """The `Kind` of a recorded call, with its program as readable text."""
-    count, times = len(recorded.program.nodes), recorded.times
-    head = f"{name}({recorded.arguments}): {count} operator{'' if count == 1 else 's'}"
+    count, times = len(recorded.program.nodes), recorded.history.times
+    head = f"{name}({recorded.history.arguments}): {count} operator{'' if count == 1 else 's'}"
     again = f", recorded {times} times" if times > 1 else ""
     text = f"{head}{again}\n{format_columns(_make_rows(recorded))}"
-    return Kind(recorded.arguments, count, times, None, text)
+    return Kind(recorded.history.arguments, count, times, None, text)
 
 
 def describe_eager_kind(name: str, arguments: str, why: str) -> Kind:
@@ -96,8 +96,8 @@ def _describe_argument(a: Any) -> str:
 
 def _make_rows(recorded: CacheEntry) -> list[tuple[str, ...]]:
     program = recorded.program
-    two = isinstance(recorded, DifferentiableEntry)
-    first, last = recorded.halves if two else (program.nodes, [])
+    derivative = recorded.derivative if isinstance(recorded, DifferentiableEntry) else None
+    first, last = derivative.halves if derivative else (program.nodes, [])
     rows = [
         *_make_value_rows(program, program.inputs, "argument"),
         *_make_value_rows(program, program.captured, "captured, read anew"),
@@ -105,11 +105,13 @@ def _make_rows(recorded: CacheEntry) -> list[tuple[str, ...]]:
         *(_make_node_row(program, node) for node in first),
         (f"return {_format_names(program.outputs)}",),
     ]
-    if two:
+    if derivative:
         rows += [
-            *_make_value_rows(program, recorded.back.cotangents, "cotangent of the backward pass"),
+            *_make_value_rows(
+                program, derivative.back.cotangents, "cotangent of the backward pass"
+            ),
             *(_make_node_row(program, node) for node in last),
-            (f"return {_format_names(n for n in recorded.back.gradients if n is not None)}",),
+            (f"return {_format_names(n for n in derivative.back.gradients if n is not None)}",),
         ]
     return [row if len(row) == 2 else (*row, "") for row in rows]
 

@@ -93,12 +93,12 @@ class JitCache(UnguardedState):
         made = self.newest
         if made is not None and not kwargs and made.serves_at_a_glance(len(args), args, args):
             # Positional tensors alone: their number is the structure of the arguments.
-            if made.draws:
+            if made.traits.draws:
                 return self._replay_entry(made, args, args, kwargs)
             try:
                 result = made(args)
             except Exception:
-                if not made.may_fail:
+                if not made.traits.may_fail:
                     raise
                 made.note_failure()
                 self.misses += 1
@@ -127,7 +127,7 @@ class JitCache(UnguardedState):
             return self.func(*args, **kwargs)
         if made is None or not made.serves_call(tensors, nodes):
             self.misses += 1
-            if made is None or not made.failed or made.times <= _TIMES:
+            if made is None or not made.history.failed or made.history.times <= _TIMES:
                 return call_transform(self._record_first, kind, given, leaves)
             self._keep_eager(kind, given, "what it asks of numbers changes from call to call")
             return self.func(*args, **kwargs)
@@ -141,7 +141,7 @@ class JitCache(UnguardedState):
     def _replay_entry(
         self, made: CacheEntry, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        if made.may_fail:
+        if made.traits.may_fail:
             result, _ = made.try_replay(tensors)
             if result is MISSED:
                 self.misses += 1
@@ -154,7 +154,8 @@ class JitCache(UnguardedState):
     def _record_first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
         self.newest = None  # it may hold what the function no longer does
         before = self.known.get(kind)
-        asked = (before.asked if type(before) is DifferentiableEntry else None) or FIRST_PASS
+        is_pulled = type(before) is DifferentiableEntry
+        asked = (before.derivative.passes.asked if is_pulled else None) or FIRST_PASS
         spec = pytree.flatten(given)[1]
         count, ran = self.settling.pop(kind, (0, FULL_COVERAGE))
         with ran.cache_instructions():
@@ -174,13 +175,16 @@ class JitCache(UnguardedState):
             return made.result
         if made.recorded is None:
             self._keep_eager(kind, given, made.why or "")
-        elif made.recorded.asks and made.recorded.writes_outside():  # half done where it fails
+        elif (
+            made.recorded.traits.asks and made.recorded.traits.writes_outside
+        ):  # half done where it fails
             self._keep_eager(
                 kind, given, "it asks for numbers, and writes into a tensor from outside"
             )
         else:
-            made.recorded.arguments = describe_arguments(*given)
-            made.recorded.times += before.times if before is not None else 0
+            history = made.recorded.history
+            history.arguments = describe_arguments(*given)
+            history.times += before.history.times if before is not None else 0
             self._keep_entry(kind, made.recorded)
         return made.result
 

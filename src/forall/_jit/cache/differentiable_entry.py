@@ -43,12 +43,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from forall._jit.cache.entry import ArgumentOverlaps
-    from forall._jit.graph import Layout, Program
+    from forall._jit.graph import Layout, OpNode, Program
     from forall._jit.guards.build import Guards
     from forall._jit.tracing.joint_graph import BackwardHalf
     from forall._jit.tracing.output_views import OutputBases
 
     Tensor = torch.Tensor
+    Halves = tuple[list[OpNode], list[OpNode]]
 
 # Recorded backward passes are of use while the eager ones are at most _FEW and one in _WORTH.
 _FEW_EAGER_PASSES = 2
@@ -71,90 +72,106 @@ class EagerRerun(NamedTuple):
         )
 
 
-class DifferentiableEntry(CacheEntry):
-    """A program with its backward half. ``again`` runs the function eagerly on other inputs.
+class BackwardPasses:
+    """The backward passes of an entry so far."""
 
-    After the forward half these tensors are at hand, in this order: ``given``, the outputs, and
-    ``fresh``, which are intermediate results. The backward half reads ``saved`` of them.
-    """
-
-    asked: BackwardPass | None = None  # the last backward pass that the backward half did not serve
-    passes = 0  # backward passes so far
-    missed = 0  # those of them for which the function ran eagerly
-
-    def __init__(
-        self,
-        program: Program,
-        guards: Guards,
-        results: ResultTree,
-        met: ArgumentOverlaps,
-        write: Callable,
-        back: BackwardHalf,
-        again: EagerRerun,
-        views: OutputBases | None = None,
-    ) -> None:
-        self.back = back
-        self.again, self.settings = again
-        second = {id(node) for node in back.nodes}
-        first = [node for node in program.nodes if id(node) not in second]
-        self.halves = first, [node for node in program.nodes if id(node) in second]
-        self.outputs = [*dict.fromkeys(program.outputs)]
-        place, live = _index_by_number(self.outputs), {*back.live}
-        self._order = [place[n] for n in program.outputs]
-        self.moves = [place[program.outputs[i]] for i in back.moved]
-        self.live = [i in live for i in back.moved]
-        self.constant = {*range(len(self.outputs))} - {*self.moves}
-        super().__init__(program, guards, results, met, write)
-        self._is_plain = False
-        self.open = None if views is None else views.run
-        place = _index_by_number(self.given)
-        self._viewed = _make_getter([place[n] for n in views.given] if views else ())
-
-    def _compile_program(self) -> Callable:
-        first, last = self.halves
-        found = [n for n in self.back.gradients if n is not None]
-        made = {n for node in first for n in node.makes()}
-        read = dict.fromkeys([*(n for node in last for n in node.reads()), *found])
-        given, outputs = {*self.given}, {*self.outputs}
-        saved = [n for n in read if n in made or n in given]
-        fresh = [n for n in saved if n in made and n not in outputs]
-        hand = _index_by_number([*self.given, *self.outputs, *fresh])
-        self.saved = _make_getter([hand[n] for n in saved])
-        kept, wanted = _index_by_number(saved), _index_by_number(self.back.wanted)
-        self.others = _make_getter([i for i, n in enumerate(self.given) if n not in kept])
-        self.places = [kept.get(n, -1) for n in self.given]
-        self.gradients = [wanted.get(n) for n in self.given]
-        self.backward = self.write(self.program, last, [*saved, *self.back.cotangents], found)
-        return self.write(self.program, first, self.given, [*self.outputs, *fresh])
-
-    def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
-        if self.asked is not None or (self.certain and self.is_backward_unused()):
-            return False
-        return super().is_current(tensors, nodes)
+    asked: BackwardPass | None = None  # the last one that the backward half did not serve
+    count = 0
+    missed = 0  # those for which the function ran eagerly
 
     def is_backward_unused(self) -> bool:
         """True if the recorded backward pass serves too few of the backward passes."""
-        return self.missed > _FEW_EAGER_PASSES + self.passes // _WORTH
+        return self.missed > _FEW_EAGER_PASSES + self.count // _WORTH
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        given = (*tensors, *self.captured)
-        outs = ReplayFunction.apply(self, *given)
+
+class OutputMap:
+    """The places of a call's results among the outputs of the forward half.
+
+    ``moves`` are the results that move with inputs; ``constant`` are the outputs that do not.
+    """
+
+    def __init__(self, program: Program, back: BackwardHalf, views: OutputBases | None) -> None:
+        self.numbers = [*dict.fromkeys(program.outputs)]
+        place = _index_by_number(self.numbers)
+        self._order = [place[n] for n in program.outputs]
+        self.moves = [place[program.outputs[i]] for i in back.moved]
+        self.constant = {*range(len(self.numbers))} - {*self.moves}
+        self._open = None if views is None else views.run
+        place = _index_by_number(program.given)
+        self._viewed = _make_getter([place[n] for n in views.given] if views else ())
+
+    def collect_results(self, given: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the results; those that view arguments or each other are made here."""
         found = [outs[i] for i in self._order]
-        return self.results.build_tree(
-            self.open(*self._viewed(given), *found) if self.open else found
-        )
+        return self._open(*self._viewed(given), *found) if self._open else found
 
-    def serves_backward(self, cotangents: Sequence[Tensor | None]) -> bool:
-        """True if the backward half serves a backward pass with these cotangents."""
-        live = [*map(_is_given, cotangents)]
-        self.passes += 1
+
+class SavedTensors:
+    """The tensors that the backward half reads of the forward half.
+
+    After the forward half these are at hand, in this order: what the program is given, the outputs,
+    and ``fresh``, which are intermediate results.
+    """
+
+    def __init__(self, program: Program, halves: Halves, outputs: OutputMap, found: list) -> None:
+        first, last = halves
+        made = {n for node in first for n in node.makes()}
+        read = dict.fromkeys([*(n for node in last for n in node.reads()), *found])
+        given, outside = {*program.given}, {*outputs.numbers}
+        self.numbers = [n for n in read if n in made or n in given]
+        self.fresh = [n for n in self.numbers if n in made and n not in outside]
+        hand = _index_by_number([*program.given, *outputs.numbers, *self.fresh])
+        kept = _index_by_number(self.numbers)
+        self.select = _make_getter([hand[n] for n in self.numbers])  # of the tensors at hand
+        # Of those given, the ones that are not saved; where each of those given is saved, else -1.
+        self.select_others = _make_getter([i for i, n in enumerate(program.given) if n not in kept])
+        self.places = [kept.get(n, -1) for n in program.given]
+
+
+class Derivative:
+    """The backward half of a program, and all that a backward pass takes of the forward half.
+
+    ``rerun`` runs the function eagerly on other inputs.
+    """
+
+    def __init__(
+        self, program: Program, back: BackwardHalf, rerun: EagerRerun, views: OutputBases | None
+    ) -> None:
+        self.back, self.rerun, self.passes = back, rerun, BackwardPasses()
+        second = {id(node) for node in back.nodes}
+        first = [node for node in program.nodes if id(node) not in second]
+        self.halves = first, [node for node in program.nodes if id(node) in second]
+        self.outputs = OutputMap(program, back, views)
+        live = {*back.live}
+        self._live = [i in live for i in back.moved]
+        found = [n for n in back.gradients if n is not None]
+        self.saved = SavedTensors(program, self.halves, self.outputs, found)
+        wanted = _index_by_number(back.wanted)
+        self.gradients = [wanted.get(n) for n in program.given]
+        self._run: Any = None
+        self._layouts = [program.values[n].layout for n in back.cotangents]
+
+    def compile_halves(self, program: Program, write: Callable) -> Callable:
+        """Make functions of both halves by ``write``; return that of the forward half."""
+        (first, last), saved = self.halves, self.saved
+        found = [n for n in self.back.gradients if n is not None]
+        self._run = write(program, last, [*saved.numbers, *self.back.cotangents], found)
+        return write(program, first, program.given, [*self.outputs.numbers, *saved.fresh])
+
+    def serves_backward(self, cotangents: Sequence[Tensor | None], times: int) -> bool:
+        """True if the backward half serves a backward pass with these cotangents.
+
+        ``times`` is how often the call was recorded.
+        """
+        live, back, passes = [*map(_is_given, cotangents)], self.back, self.passes
+        passes.count += 1
         graph, casts = torch.is_grad_enabled(), get_autocast_state() if is_autocast() else ()
-        if live != self.live or (graph, casts) != (self.back.graph, self.back.casts):
-            if self.times < _MOST_RECORDINGS:
-                moved = zip(self.back.moved, live, strict=True)
-                self.asked = BackwardPass([i for i, c in moved if c], graph, casts)
+        if live != self._live or (graph, casts) != (back.graph, back.casts):
+            if times < _MOST_RECORDINGS:
+                moved = zip(back.moved, live, strict=True)
+                passes.asked = BackwardPass([i for i, c in moved if c], graph, casts)
             else:
-                self.missed += 1
+                passes.missed += 1
             return False
         plain = all(
             type(c) in PLAIN and not is_functorch_wrapped(c) for c in filter(_is_given, cotangents)
@@ -165,12 +182,42 @@ class DifferentiableEntry(CacheEntry):
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Run the backward half; return a gradient or None for each tensor that wants one."""
-        values, numbers = self.program.values, self.back.cotangents
         live = filter(_is_given, cotangents)
-        laid = [_match_strides(c, values[n].layout) for c, n in zip(live, numbers, strict=True)]
+        laid = [_match_strides(c, layout) for c, layout in zip(live, self._layouts, strict=False)]
         with functions_off():  # function modes are to see the user's passes alone
-            found = iter(self.backward(*saved, *laid))
+            found = iter(self._run(*saved, *laid))
         return [None if n is None else next(found) for n in self.back.gradients]
+
+
+class DifferentiableEntry(CacheEntry):
+    """A program with its backward half."""
+
+    def __init__(
+        self,
+        program: Program,
+        guards: Guards,
+        results: ResultTree,
+        overlaps: ArgumentOverlaps,
+        write: Callable,
+        derivative: Derivative,
+    ) -> None:
+        self.derivative = derivative
+        super().__init__(program, guards, results, overlaps, write)
+        self._is_plain = False
+
+    def _compile_program(self, write: Callable) -> Callable:
+        return self.derivative.compile_halves(self.program, write)
+
+    def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
+        passes = self.derivative.passes
+        if passes.asked is not None or (self.history.certain and passes.is_backward_unused()):
+            return False
+        return super().is_current(tensors, nodes)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        given = (*tensors, *self.captured)
+        outs = ReplayFunction.apply(self, *given)
+        return self.build(self.derivative.outputs.collect_results(given, outs))
 
 
 def _is_given(cotangent: Tensor | None) -> bool:
@@ -205,39 +252,40 @@ class ReplayFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recorded: DifferentiableEntry, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.recorded = recorded
-        ctx.drawn = rng_state.save_states(tensors) if recorded.draws else None
+        ctx.recorded, derivative = recorded, recorded.derivative
+        ctx.drawn = rng_state.save_states(tensors) if recorded.traits.draws else None
         found = recorded.run(*tensors)
-        outs = found[: len(recorded.outputs)]
+        outs = found[: len(derivative.outputs.numbers)]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*recorded.saved((*tensors, *found)))
+        ctx.save_for_backward(*derivative.saved.select((*tensors, *found)))
         # What the second half does not read may change, unless the function is to run again.
-        ctx.others = recorded.others(tensors)
+        ctx.others = derivative.saved.select_others(tensors)
         ctx.versions = [*map(get_version, ctx.others)]
-        ctx.mark_non_differentiable(*(outs[i] for i in recorded.constant))
+        ctx.mark_non_differentiable(*(outs[i] for i in derivative.outputs.constant))
         return outs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        recorded: DifferentiableEntry = ctx.recorded
-        given = [cotangents[i] for i in recorded.moves]
+        derivative: Derivative = ctx.recorded.derivative
+        given = [cotangents[i] for i in derivative.outputs.moves]
         if all(c is None for c in given):
-            return (None,) * (1 + len(recorded.given))
-        served, saved = recorded.serves_backward(given), ctx.saved_tensors
+            return (None,) * (1 + len(derivative.gradients))
+        served = derivative.serves_backward(given, ctx.recorded.history.times)
+        saved = ctx.saved_tensors
         if served and not torch.is_grad_enabled():
-            found = recorded.run_backward_half(saved, given)
+            found = derivative.run_backward_half(saved, given)
         else:
             others = iter(ctx.others)
-            tensors = [saved[i] if i >= 0 else next(others) for i in recorded.places]
+            tensors = [saved[i] if i >= 0 else next(others) for i in derivative.saved.places]
             call = RecordedCall(
-                recorded, ctx.drawn, [*map(get_version, ctx.others)] == ctx.versions
+                ctx.recorded, ctx.drawn, [*map(get_version, ctx.others)] == ctx.versions
             )
             found = (
                 ReplayBackwardFunction.apply(call, saved, *given, *tensors)
                 if served
                 else call.pull_back_eagerly(tensors, given)
             )
-        return (None, *(None if i is None else found[i] for i in recorded.gradients))
+        return (None, *(None if i is None else found[i] for i in derivative.gradients))
 
 
 class ReplayBackwardFunction(torch.autograd.Function):
@@ -249,10 +297,11 @@ class ReplayBackwardFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: RecordedCall, saved: Sequence[Tensor], *given: Tensor | None
     ) -> tuple:
-        ctx.call, ctx.count = call, len(call.recorded.moves)
+        derivative = call.recorded.derivative
+        ctx.call, ctx.count = call, len(derivative.outputs.moves)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given)
-        met, found = {*map(id, given)}, call.recorded.run_backward_half(saved, given[: ctx.count])
+        met, found = {*map(id, given)}, derivative.run_backward_half(saved, given[: ctx.count])
         for i, g in enumerate(found):  # a node's results are tensors of their own
             if g is not None and id(g) in met:
                 found[i] = g.clone()
@@ -262,5 +311,5 @@ class ReplayBackwardFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         call, given = ctx.call, ctx.saved_tensors
-        call.recorded.missed += 1
+        call.recorded.derivative.passes.missed += 1
         return (None, None, *call.pull_back_twice(given[ctx.count :], given[: ctx.count], slopes))

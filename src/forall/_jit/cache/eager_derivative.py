@@ -28,11 +28,8 @@ class Repeatable(Protocol):
 
     program: Any
     guards: Any
-    settings: Any
     captured: Any
-    back: Any
-    given: Any
-    again: Any
+    derivative: Any
 
 
 class RecordedCall(NamedTuple):
@@ -68,15 +65,17 @@ class RecordedCall(NamedTuple):
                 _pull_ends_back(first, slopes, [*filter(_needs_grad, given), *stops], graph=graph)
             )
         in_cotangents = [next(found) if _needs_grad(c) else None for c in given]
-        in_wanted = dict(zip(self.recorded.back.wanted, found, strict=True))
-        return [*in_cotangents, *map(in_wanted.get, self.recorded.given)]
+        recorded = self.recorded
+        in_wanted = dict(zip(recorded.derivative.back.wanted, found, strict=True))
+        return [*in_cotangents, *map(in_wanted.get, recorded.program.given)]
 
     def _rerun_function(
         self, tensors: Sequence[Tensor], through: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the function; return its differentiable results, and what wants a gradient."""
         recorded, drawn = self.recorded, None
-        with apply_settings(recorded.settings):  # the guards may compare them
+        back, rerun = recorded.derivative.back, recorded.derivative.rerun
+        with apply_settings(rerun.settings):  # the guards may compare them
             unchanged = self.unchanged and recorded.guards.hold()
         if not unchanged:
             raise RuntimeError(
@@ -90,13 +89,13 @@ class RecordedCall(NamedTuple):
             rng_state.restore_states(self.drawn)
         try:  # the call was outside the torch.func transform that may take the derivative now
             with outside_torch_func() if in_torch_func() else nullcontext():
-                inputs, results = recorded.again(recorded, tensors, through)
+                inputs, results = rerun.run(recorded, tensors, through)
         finally:
             if drawn is not None:
                 rng_state.restore_states(drawn)
         wanted = [*inputs, *tensors[len(inputs) :]]
-        stops = [wanted[recorded.given.index(n)] for n in recorded.back.wanted]
-        return [results[i] for i in recorded.back.moved], stops
+        stops = [wanted[recorded.program.given.index(n)] for n in back.wanted]
+        return [results[i] for i in back.moved], stops
 
 
 def _needs_grad(t: Tensor | None) -> bool:
@@ -139,7 +138,7 @@ def rerun_on_leaves(
         if id(t) in cut and vars(t):  # attributes of the user's
             vars(cut[id(t)]).update(vars(t))
     inputs = [cut.get(id(t), t) for t in given]
-    with functions_on(), apply_settings(recorded.settings):
+    with functions_on(), apply_settings(recorded.derivative.rerun.settings):
         return inputs, again(inputs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,46 +36,57 @@ def _is_never(*_: Any) -> bool:
     return False
 
 
+@dataclass(slots=True)
+class EntryHistory:
+    """The recordings and calls of an entry's key so far, as far as a cache asks for them."""
+
+    arguments: str = ""  # of the recorded call, as text
+    times: int = 1  # recordings for this key: captured values may change
+    failed: bool = False  # True once a recorded answer was another one
+    certain: bool = False  # True for auto-replay, where purity is proved and not promised
+    due: Any = None  # the state of the key before it was recorded
+    since: int = 0  # the function's replayed calls when this was recorded
+    used: int = 0  # the number of the look that found this entry last
+
+
+class ProgramTraits(NamedTuple):
+    """The properties of a program that decide how it is called."""
+
+    asks: bool  # True if it asserts answers
+    may_fail: bool  # where an operator fails for a call's data, the function raises its own error
+    draws: bool
+    writes_outside: bool
+
+    @classmethod
+    def read_program(cls, program: Program) -> ProgramTraits:
+        roots = [v.root for v in program.values]
+        writes = not program.find_written_roots().isdisjoint(roots[n] for n in program.given)
+        asks = any(node.op in ASSERT_OPS for node in program.nodes)
+        may_fail = asks or (not writes and any(map(program.may_raise, program.nodes)))
+        draws = any(get_facts(node.op).seeded for node in program.nodes)
+        return cls(asks, may_fail, draws, writes)
+
+
 class CacheEntry:
     """A cache entry: a program, and the tests that tell whether it serves a call."""
-
-    arguments = ""  # of the recorded call, as text
-    times = 1  # recordings for this key: captured values may change
-    certain = False  # True for auto-replay, where purity is proved and not promised
-    due: Any = None  # the state of its key before it was recorded
-    since = 0  # the function's replayed calls when this was recorded
-    used = 0  # the number of the look that found this entry last
 
     def __init__(
         self,
         program: Program,
         guards: Guards,
         results: ResultTree,
-        met: ArgumentOverlaps,
+        overlaps: ArgumentOverlaps,
         write: Callable = write_program,
     ) -> None:
         self.program = program
-        self.write = write  # makes a function of operators
         self.guards = guards
-        self.results = results
         self.captured = [*program.captured.values()]
-        self.given = [*program.inputs, *program.captured]
-        self.asks = any(node.op in ASSERT_OPS for node in program.nodes)
-        # Where an operator fails for a call's data, the function is run to raise its own error.
-        raises = any(map(program.may_raise, program.nodes)) and not self.writes_outside()
-        self.may_fail = self.asks or raises
-        self.failed = False  # True once a recorded answer was another one
-        self.draws = any(get_facts(node.op).seeded for node in program.nodes)
-        self.run = self._compile_program()
-        self._is_one = results.is_single_tensor()
-        # An argument that shares memory with a captured tensor: a write into one is seen in the
-        # other. So later calls have to share memory in the same way.
-        self._known = [*guards.tensors.values()]
-        self._met = met.meetings
-        self._meet = bool(self._met) or self.writes_outside()
-        # Arguments that the function also reaches by other ways: code may compare them by `is`.
-        self._reached, self._ones = met.reached, met.ones
-        self._is_plain = not (self.asks or self._meet or self._ones)
+        self.traits = ProgramTraits.read_program(program)
+        self.history = EntryHistory()
+        self.run = self._compile_program(write)
+        self.build = itemgetter(0) if results.is_single_tensor() else results.build_tree
+        self.overlaps = overlaps
+        self._is_plain = not (self.traits.asks or overlaps.may_vary(self.traits))
         self._like = self._glance = _is_never
 
     def serves_at_a_glance(
@@ -105,22 +118,9 @@ class CacheEntry:
             and (tests := make_fast_tests(outline, leaves, tensors)) is not None
         ):
             tests = FREE_TESTS + tests if type(outline) is int else tests
-            tests += self._make_overlap_tests(tensors, nodes)
+            tests += self.overlaps.make_fast_tests(tensors, nodes)
             self._like = tests.compile_tests(_CALL)
             self._glance = (tests + self.guards.get_fast_tests()).compile_tests(_CALL)
-
-    def _make_overlap_tests(self, tensors: Sequence[Tensor], nodes: Sequence[Any]) -> GuardTests:
-        """Tests that no argument is an object that the function reaches by another way."""
-        if self._ones or not self._reached:
-            return GuardTests([], {})
-        tests: list[str] = []
-        for room, things in (("nodes", nodes), ("tensors", tensors if self._known else ())):
-            if len(things) <= _FEW:
-                tests += [f"id({room}[{i}]) not in reached" for i, _ in enumerate(things)]
-            else:
-                tests.append(f"apart(map(id, {room}))")
-        given = {"apart": self._reached.isdisjoint, "reached": self._reached, "map": map, "id": id}
-        return GuardTests(tests, given)
 
     def serves_call(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         """True if the entry serves a call with these arguments, which have its key."""
@@ -128,25 +128,19 @@ class CacheEntry:
 
     def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         """True if the entry serves such a call, provided that the guards hold."""
-        return (
-            not self.failed
-            and (not self._meet or find_shared_memory(tensors, self._known) == self._met)
-            and find_reached_arguments(tensors, nodes, self._reached) == self._ones
-        )
+        return not self.history.failed and self.overlaps.recur(tensors, nodes, self.traits)
 
-    def writes_outside(self) -> bool:
-        roots = [v.root for v in self.program.values]
-        return not self.program.find_written_roots().isdisjoint(roots[n] for n in self.given)
-
-    def _compile_program(self) -> Callable:
-        return self.write(self.program, self.program.nodes, self.given, self.program.outputs)
+    def _compile_program(self, write: Callable) -> Callable:
+        """Make a function of the program by ``write``."""
+        return write(self.program, self.program.nodes, self.program.given, self.program.outputs)
 
     def try_replay(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Run the program; return the result and the generators' states before.
 
         Where the program fails, the result is `MISSED`, and the states are restored.
         """
-        drawn = rng_state.save_states([*tensors, *self.guards.generators]) if self.draws else None
+        draws = self.traits.draws
+        drawn = rng_state.save_states([*tensors, *self.guards.generators]) if draws else None
         try:
             return self(tensors), drawn
         except Exception:  # noqa: BLE001 - the function itself raises the user's error
@@ -157,27 +151,56 @@ class CacheEntry:
 
     def note_failure(self) -> None:
         """Note that the program failed on a call's data, so that the function has to run."""
-        self.failed = self.asks
+        self.history.failed = self.traits.asks
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        outs = self.run(*tensors, *self.captured)
-        return outs[0] if self._is_one else self.results.build_tree(outs)
+        return self.build(self.run(*tensors, *self.captured))
 
 
 class ArgumentOverlaps(NamedTuple):
-    """The overlaps of a recorded call's arguments with what the function reaches."""
+    """The overlaps of a recorded call's arguments with what the function reaches.
 
+    An argument may share memory with a captured tensor: a write into one is seen in the other. So
+    later calls have to share memory in the same way. The function may also reach an argument by
+    other ways: code may compare the two by ``is``.
+    """
+
+    known: Sequence[Tensor]  # captured tensors
     meetings: Meetings
     reached: Any  # the ids of all objects that the guards have visited
-    ones: Ones
+    ones: Ones  # the arguments among these
 
     @classmethod
     def find_overlaps(
         cls, tensors: Sequence[Tensor], nodes: Sequence[Any], guards: Guards
     ) -> ArgumentOverlaps:
-        reached = guards.collect_ids()
-        found = find_shared_memory(tensors, [*guards.tensors.values()])
-        return cls(found, reached, find_reached_arguments(tensors, nodes, reached))
+        reached, known = guards.collect_ids(), [*guards.tensors.values()]
+        met = find_shared_memory(tensors, known)
+        return cls(known, met, reached, find_reached_arguments(tensors, nodes, reached))
+
+    def may_vary(self, traits: ProgramTraits) -> bool:
+        """True if each call has to be tested by `recur`."""
+        return bool(self.meetings or self.ones) or traits.writes_outside
+
+    def recur(self, tensors: Sequence[Tensor], nodes: Sequence[Any], traits: ProgramTraits) -> bool:
+        """True if the arguments of another call have the same overlaps."""
+        is_asked = self.meetings or traits.writes_outside
+        if is_asked and find_shared_memory(tensors, self.known) != self.meetings:
+            return False
+        return find_reached_arguments(tensors, nodes, self.reached) == self.ones
+
+    def make_fast_tests(self, tensors: Sequence[Tensor], nodes: Sequence[Any]) -> GuardTests:
+        """Tests that no argument is an object that the function reaches by another way."""
+        if self.ones or not self.reached:
+            return GuardTests([], {})
+        tests: list[str] = []
+        for room, things in (("nodes", nodes), ("tensors", tensors if self.known else ())):
+            if len(things) <= _FEW:
+                tests += [f"id({room}[{i}]) not in reached" for i, _ in enumerate(things)]
+            else:
+                tests.append(f"apart(map(id, {room}))")
+        given = {"apart": self.reached.isdisjoint, "reached": self.reached, "map": map, "id": id}
+        return GuardTests(tests, given)
 
 
 def find_reached_arguments(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -> Ones:

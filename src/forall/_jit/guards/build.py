@@ -51,6 +51,13 @@ from forall._core.python_state import (
     names_of,
 )
 from forall._core.raw_containers import view_raw_container
+from forall._jit.deadline import (
+    NO_DEADLINE,
+    STEPS_PER_CLOCK_READ,
+    TOO_LONG,
+    Deadline,
+    clock,
+)
 from forall._jit.guards.attribute_names import NAMES_TORCH_CALLS, AttributeNames
 from forall._jit.guards.conditions import GuardConditions
 from forall._jit.guards.import_sources import find_imports
@@ -87,13 +94,6 @@ from forall._jit.guards.library_globals import (
     select_users_entries,
 )
 from forall._jit.guards.module_names import find_held_modules, find_open_namespaces, is_users_module
-from forall._jit.search_budget import (
-    NO_DEADLINE,
-    STEPS_PER_CLOCK_READ,
-    TOO_LONG,
-    Deadline,
-    clock,
-)
 from forall._jit.tracing.coverage import FULL_COVERAGE
 
 if TYPE_CHECKING:

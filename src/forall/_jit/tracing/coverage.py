@@ -23,7 +23,7 @@ from forall._compat.exception_safety import contextmanager
 from forall._compat.private_api import PLAIN
 from forall._core import python_state
 from forall._core.code_table import walk_codes
-from forall._jit.search_budget import (
+from forall._jit.deadline import (
     NO_DEADLINE,
     TOO_LONG,
     Deadline,

@@ -17,8 +17,14 @@ from forall._compat.private_api import PLAIN, get_version
 from forall._compat.tensor_subclass import get_users_class
 from forall._jit.backends.fast_calls import choose_calls
 from forall._jit.backends.python_source import write_program
-from forall._jit.cache.differentiable_entry import DifferentiableEntry, EagerRerun
-from forall._jit.cache.entry import ArgumentOverlaps, CacheEntry, ResultTree
+from forall._jit.cache.differentiable_entry import Derivative, DifferentiableEntry, EagerRerun
+from forall._jit.cache.entry import ArgumentOverlaps, CacheEntry, EntryHistory, ResultTree
+from forall._jit.deadline import (
+    NO_DEADLINE,
+    TOO_LONG,
+    Deadline,
+    clock,
+)
 from forall._jit.guards.build import Guards
 from forall._jit.guards.identity import (
     KeyMaker,
@@ -28,12 +34,6 @@ from forall._jit.guards.identity import (
     outline_call,
 )
 from forall._jit.passes.pipeline import iter_passes
-from forall._jit.search_budget import (
-    NO_DEADLINE,
-    TOO_LONG,
-    Deadline,
-    clock,
-)
 from forall._jit.static_args import unbox_static
 from forall._jit.tracing.coverage import FULL_COVERAGE, FullCoverage
 from forall._jit.tracing.joint_graph import (
@@ -83,10 +83,9 @@ class TraceOutcome(NamedTuple):
 class UnfinishedEntry:
     """A recorded call that waits for its passes and code generation."""
 
-    used = 0  # the number of the look that found this entry last
-
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
+        self.history = EntryHistory()
         self._taken = Lock()  # held by the thread that takes steps
 
     @property
@@ -267,7 +266,7 @@ class TracedCall:
         back = yield from iter_joint_passes(program, back, kept, fastmath=self.fastmath)
         yield from choose_calls(program)
         yield _WRITTEN * len(program.nodes)
-        return DifferentiableEntry(program, *how, back, again, views)
+        return DifferentiableEntry(program, *how, Derivative(program, back, again, views))
 
     def _call_function(
         self, recorder: Tracer, leaves: list, given: tuple[tuple, dict] | None

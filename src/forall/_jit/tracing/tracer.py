@@ -40,19 +40,19 @@ from forall._compat.tensor_subclass import CALLS_ON
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import OURS, TORCH
 from forall._core.escaped_values import dispatch_without_mode
+from forall._jit.deadline import (
+    NO_DEADLINE,
+    STEPS_PER_CLOCK_READ,
+    TOO_LONG,
+    Deadline,
+    clock,
+)
 from forall._jit.graph import (
     Layout,
     OpNode,
     Program,
     Ref,
     Value,
-)
-from forall._jit.search_budget import (
-    NO_DEADLINE,
-    STEPS_PER_CLOCK_READ,
-    TOO_LONG,
-    Deadline,
-    clock,
 )
 from forall._jit.tracing.rng_draws import RecordedDraws
 from forall._jit.tracing.uninitialized import reads_uninitialized

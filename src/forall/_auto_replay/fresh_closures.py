@@ -51,6 +51,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch.nn import Module
 
+from forall._api.execution.function_record import RECORD
+from forall._api.execution.transform_decorator import find_transform
 from forall._compat import pytree
 from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
 from forall._core.python_state import (
@@ -60,17 +62,16 @@ from forall._core.python_state import (
     cell_contents_of,
     globals_of,
     is_not_users,
-    is_ours,
     may_rebind,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Hashable, Iterator
 
 MOST = 256  # functions in the table, the last ones
 _DEEPEST = 8  # nested closures; a function that is deeper is taken to hold itself
 _MANY = 1000
-_OF_OURS = frozenset({"__forall_further__"})  # among a function's attributes
+_OF_OURS = frozenset({RECORD})  # among a function's attributes
 _MOST_GIVEN = 2000  # tensors, numbers and words, which are read with each call
 _NUMBERS = (int, float, complex)
 _WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -87,20 +88,6 @@ class BoundValue(UnguardedState):
 _TREES = frozenset({tuple, list, dict, OrderedDict})
 _SINGLE = frozenset((*PLAIN, *_NUMBERS, BoundValue))
 _GIVEN = _SINGLE | _TREES
-
-
-class Transform(NamedTuple):
-    """A record of how a function was transformed; ``key`` identifies the transform and its options.
-
-    ``key`` is None if nothing distinguishes the transform from others.
-    """
-
-    func: Callable
-    key: Hashable
-    make: Callable[[Callable], Callable]  # the transform of another function
-    calls: Callable[[], Any]  # the cache of its calls, by now
-    # The same by torch.autograd, if no level, mode or hook takes part in the call.
-    alone: Callable | None = None
 
 
 class FreshClosure(NamedTuple):
@@ -232,13 +219,6 @@ class _ClosureReader:
         for name in find_bound_globals(func):
             self.same.append(name)
             self.part(names[name], depth)
-
-
-def find_transform(x: Any) -> Transform | None:
-    """Return the record of how a function was transformed; None if no transform returned it."""
-    if type(x) is not FunctionType or "__forall_transform__" not in vars(x) or not is_ours(x):
-        return None  # attributes are copied to others (functools.wraps)
-    return vars(x)["__forall_transform__"]
 
 
 def find_bound_globals(func: FunctionType) -> tuple[str, ...]:

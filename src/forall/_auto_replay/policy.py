@@ -18,6 +18,8 @@ from weakref import ref
 
 import torch
 
+from forall._auto_replay.attempt_budget import REPLAYS_PER_ATTEMPT, AttemptBudget, disable_gc
+from forall._auto_replay.purity import find_impurity
 from forall._compat import pytree, rng_state
 from forall._compat.autograd_graph import find_autograd_node
 from forall._compat.native_guards import get_dict_version
@@ -25,21 +27,17 @@ from forall._compat.private_api import has_global_hooks
 from forall._compat.transform_call import call_transform
 from forall._core import config
 from forall._core.python_state import UnguardedState
-from forall._jit.auto.purity import find_impurity
 from forall._jit.cache.call_key import is_free, make_call_key, read_torch_state
 from forall._jit.cache.differentiable_entry import DifferentiableEntry
-from forall._jit.cache.entry import MISSED
-from forall._jit.guards.build import Guards
-from forall._jit.guards.identity import UnfitArgument, find_keyed_objects, outline_call
-from forall._jit.search_budget import (
+from forall._jit.cache.entry import MISSED, EntryHistory
+from forall._jit.deadline import (
     NO_DEADLINE,
-    REPLAYS_PER_ATTEMPT,
     TOO_LONG,
-    AttemptBudget,
     Deadline,
     clock,
-    disable_gc,
 )
+from forall._jit.guards.build import Guards
+from forall._jit.guards.identity import UnfitArgument, find_keyed_objects, outline_call
 from forall._jit.tracing.coverage import (
     FULL_COVERAGE,
     MOST_OBSERVATIONS,
@@ -124,7 +122,7 @@ class AutoReplayCache(UnguardedState):
         recorded = self.known.get(kind)
         if recorded is None:
             return call_transform(self._run_unknown, _CallInfo(kind, args, kwargs, instead, leaves))
-        recorded.used = self.attempts.looks
+        recorded.history.used = self.attempts.looks
         if type(recorded) is _UnfinishedReplay:
             return call_transform(self._take_one_step, kind, recorded, instead)
         if not recorded.serves_call(tensors, nodes):
@@ -213,8 +211,11 @@ class AutoReplayCache(UnguardedState):
         """True if the budget allows an attempt to record a call, and there is room for an entry."""
         oldest = None
         if len(self.known) >= _MOST:
-            oldest, found = min(self.known.copy().items(), key=lambda item: item[1].used)
-            if found is self.newest or self.attempts.looks - found.used < _LOOKS_UNTIL_UNUSED:
+            oldest, found = min(self.known.copy().items(), key=lambda item: item[1].history.used)
+            if (
+                found is self.newest
+                or self.attempts.looks - found.history.used < _LOOKS_UNTIL_UNUSED
+            ):
                 return False
         if not self.attempts.may_attempt(self.hits):
             return False
@@ -226,15 +227,17 @@ class AutoReplayCache(UnguardedState):
         self.newest = None
         self.known.pop(kind, None)
         self.attempts.count_miss(self.hits)
-        due = before.due._replace(times=before.times, ran=FULL_COVERAGE, sights=0)
-        if type(before) is DifferentiableEntry and before.is_backward_unused():
+        history = before.history
+        due = history.due._replace(times=history.times, ran=FULL_COVERAGE, sights=0)
+        passes = before.derivative.passes if type(before) is DifferentiableEntry else None
+        if passes is not None and passes.is_backward_unused():
             self._refuse(
                 kind, due, "derivatives of its backward pass are taken, or of ever other results"
             )
-        elif type(before) is DifferentiableEntry and before.asked is not None:
-            self._keep_pending(kind, due._replace(asked=before.asked))
+        elif passes is not None and passes.asked is not None:
+            self._keep_pending(kind, due._replace(asked=passes.asked))
         else:
-            paid = self.hits - before.since >= REPLAYS_PER_ATTEMPT
+            paid = self.hits - history.since >= REPLAYS_PER_ATTEMPT
             self._postpone(kind, due._replace(tries=0) if paid else due, _CHANGES)
 
     def _try_recording(self, call: _CallInfo, due: _PendingKind) -> Any:
@@ -306,7 +309,7 @@ class AutoReplayCache(UnguardedState):
                 self._refuse(call.kind, due, why)
             return made.result
         unfinished = _UnfinishedReplay(made.steps, due, guards)
-        unfinished.used = self.attempts.looks
+        unfinished.history.used = self.attempts.looks
         self.known[call.kind] = unfinished
         self.due.pop(call.kind, None)
         return made.result
@@ -367,16 +370,20 @@ class AutoReplayCache(UnguardedState):
                 self._postpone(kind, due, "its program was not finished")
             return None
         why = None
-        if recorded.writes_outside():  # an operator that fails would leave it half done
+        if recorded.traits.writes_outside:  # an operator that fails would leave it half done
             why = "it writes into a tensor from outside"
         elif sum(c.nbytes for c in recorded.program.constants.values()) > _MOST_BYTES:
             why = "its program would keep too much in memory"
         if why is not None:
             self._refuse(kind, due, why)
             return None
-        recorded.certain = True
-        recorded.times += due.times
-        recorded.due, recorded.since, recorded.used = due, self.hits, unfinished.used
+        recorded.history = EntryHistory(
+            times=1 + due.times,
+            certain=True,
+            due=due,
+            since=self.hits,
+            used=unfinished.history.used,
+        )
         self.known[kind] = recorded
         return recorded
 
@@ -450,7 +457,7 @@ class _UnfinishedReplay(UnfinishedEntry):
 
 
 def _check_first_replay(recorded: CacheEntry, tensors: Sequence[torch.Tensor], result: Any) -> None:
-    if not recorded.draws:
+    if not recorded.traits.draws:
         _check_replay(recorded(tensors), result, recorded, tensors)
 
 

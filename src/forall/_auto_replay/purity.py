@@ -47,6 +47,7 @@ from forall._core.python_state import (
     may_rebind,
     may_rebind_by,
 )
+from forall._jit.deadline import STEPS_PER_CLOCK_READ, TOO_LONG, clock
 from forall._jit.guards.attribute_names import NAMES_OF_ANY_LOOKUP, SKIPPED_OPS, find_text_lookups
 from forall._jit.guards.import_sources import ImportReader, has_imports
 from forall._jit.guards.leaves import (
@@ -59,7 +60,6 @@ from forall._jit.guards.leaves import (
     is_ndarray,
 )
 from forall._jit.guards.module_names import ATTRIBUTES, find_dotted_names, is_users_module
-from forall._jit.search_budget import STEPS_PER_CLOCK_READ, TOO_LONG, clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
