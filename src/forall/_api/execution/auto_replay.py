@@ -101,7 +101,7 @@ class Calls:
         if self.home is not None:
             self.home.is_used = True
         if replays is None and config.now.replay == "check":
-            replays = self._make_replays(func, eager)
+            replays = self.make_replays(func, eager)
         if replays is not None:
             instead = functools.partial(call_transform, eager, func, *args, **kwargs)
             return replays.run((given, *args) if given else args, kwargs, instead)
@@ -110,7 +110,7 @@ class Calls:
         self.spent += perf_counter() - start
         self.count += 1
         if self.count >= _CALLS and self.spent >= config.now.patience and _import_recorder():
-            self._make_replays(func, eager)
+            self.make_replays(func, eager)
         return result
 
     def __reduce__(self) -> tuple:
@@ -130,15 +130,17 @@ class Calls:
         """Return True if it is known that no call will be replayed."""
         return self.replays is not None and self.replays.find_obstacle() is not None
 
-    def describe_replay(self, func: Any, eager: Callable) -> str:
+    def describe_replay(self) -> str:
         """Describe how the calls are replayed, or why not; "" if that is not known yet."""
-        replays = self._make_replays(func, eager) if self.replays is None else self.replays
+        replays = self.replays
+        if replays is None:
+            return ""
         why = replays.find_obstacle()
         if why is not None:
             return f"no: {why}"
         return f"{replays.hits} calls so far" if replays.hits else ""
 
-    def _make_replays(self, func: Any, eager: Callable) -> AutoReplayCache:
+    def make_replays(self, func: Any, eager: Callable) -> AutoReplayCache:
         from forall._jit.auto.policy import (
             AutoReplayCache,  # it imports the recorder, which takes long
         )
@@ -294,9 +296,15 @@ def _get_closure_calls(made: fresh_closures.FreshClosure, key: Any) -> Calls:
     return calls
 
 
-def call_or_replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
-    """Return ``eager(func, *args)``, replayed if it can be."""
-    calls, given = _find_calls(func, _read(how)[0])
+def call_or_replay(
+    verb: str, func: Callable, eager: Callable, args: tuple, options: dict[str, Any]
+) -> Any:
+    """Return ``eager(func, *args, **options)``, replayed if it can be."""
+    if options:
+        eager = functools.partial(eager, **options)
+    if not can_replay():
+        return call_transform(eager, func, *args)
+    calls, given = _find_calls(func, _make_point_key(verb, options))
     return calls.run(func, given, eager, args, {})
 
 
@@ -304,16 +312,22 @@ def make_replayable(func: Callable) -> Callable:
     """Return the function with calls that are replayed if they can be, one autograd node each."""
     if not can_replay():
         return func
-    calls, given = _find_calls(func, ())
+    calls, given = _find_calls(func, _OF_FUNCTION)
     return lambda *args: calls.run(func, given, operator.call, args, {})
 
 
-def collect_options(verb: str, **options: Any) -> tuple:
-    """Return the name and options of a transform, which tell it from others of its function.
+def find_point_calls(verb: str, func: Callable, options: dict[str, Any]) -> Calls:
+    """Return the calls of ``func`` that `vjp`, `jvp` or `linearize` replays."""
+    return _find_calls(
+        func, _OF_FUNCTION if verb == "vjp" else _make_point_key(verb, options)
+    ).calls
 
-    A test compares ``options`` with the parameters of the signature.
-    """
-    return verb, *options.items()
+
+def _make_point_key(verb: str, options: dict[str, Any]) -> Any:
+    return _read((verb, *options.items()))[0]
+
+
+_OF_FUNCTION = ()  # the key of calls of a function itself, which `make_replayable` replays
 
 
 def _make_transform_key(how: tuple) -> Any:
@@ -430,9 +444,10 @@ def replay_transform(
 ) -> Callable[[Callable], Callable]:
     """Return a decorator for a transform of ``func``, which is replayed if it can be.
 
-    ``how`` are the transform's name and options. The decorated function runs one call of the
-    function that is its first argument. ``settled`` runs calls that need no checks, while nothing
-    is replayed. ``alone`` does the same by torch.autograd, for ordinary tensors without history.
+    ``how`` are the transform's name and options, see NOTE [the key of a transform]. The decorated
+    function runs one call of the function that is its first argument. ``settled`` runs calls that
+    need no checks, while nothing is replayed. ``alone`` does the same by torch.autograd, for
+    ordinary tensors without history.
     """
     return functools.partial(_make_transformed, func, how, settled=settled, alone=alone)
 
@@ -505,18 +520,25 @@ def _make_transformed(
     def calls() -> Calls:
         return (fixed or _find_calls(func, key, own)).calls
 
-    made = vars(call_transformed)
-    made["__forall_transform__"] = fresh_closures.Transform(
+    vars(call_transformed)["__forall_transform__"] = fresh_closures.Transform(
         func,
+        how,
+        eager,
         None if may_change else key,
         lambda other: _make_transformed(other, (*how, _UNTOLD), eager),
         calls,
         alone,
     )
-    made["__forall_told__"] = lambda: calls().describe_replay(
-        func, eager
-    )  # what `explain` asks for
     return call_transformed
+
+
+def describe_replay(transformed: Callable) -> str:
+    """Describe how calls of a transformed function are replayed, or why not; "" if unknown yet."""
+    how = vars(transformed)["__forall_transform__"]
+    calls = how.calls()
+    if calls.replays is None:
+        calls.make_replays(how.func, how.eager)
+    return calls.describe_replay()
 
 
 def get_transform_calls(transformed: Callable) -> Calls:

@@ -96,6 +96,8 @@ class Transform(NamedTuple):
     """
 
     func: Callable
+    how: tuple  # the transform's name and options
+    eager: Callable  # runs one call of the function that is its first argument
     key: Hashable
     make: Callable[[Callable], Callable]  # the transform of another function
     calls: Callable[[], Any]  # the cache of its calls, by now
