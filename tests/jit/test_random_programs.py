@@ -28,7 +28,7 @@ from torch import Tensor
 import forall
 from draws import make_generator
 from forall import PerformanceWarning, grad, jacfwd, jit, jvp, vmap
-from forall._api.execution.transform_decorator import replay_transform
+from forall._api.execution.transform_decorator import describe_replay, replay_transform
 from forall._auto_replay.replayed_calls import Calls, get_transform_calls
 from forall._compat import pytree
 from limits import programs as instructions
@@ -365,7 +365,7 @@ def replayed(f: Callable) -> tuple[Callable, Callable[[], int]]:
     """A function of which nobody has said that it is pure, recorded as soon as it can be."""
     g = replay_transform(f)(operator.call)
     calls = get_transform_calls(g)
-    vars(g)["__forall_told__"]()  # which looks at it
+    describe_replay(g)  # which looks at it
 
     def called(*args: Any) -> Any:
         with replay(on=True):
@@ -382,7 +382,7 @@ def anew(make: Callable[[], Callable]) -> tuple[Callable, Callable[[], int]]:
         with replay(on=True):
             g = replay_transform(make())(operator.call)
             calls = get_transform_calls(g)
-            vars(g)["__forall_told__"]()  # which looks at it
+            describe_replay(g)  # which looks at it
             seen[id(calls)] = calls
             return g(*args)
 

@@ -300,7 +300,7 @@ def around(x):
 
 @pytest.mark.parametrize("given", [root, around, 3], ids=["a function", "around a mapped one", "3"])
 def test_only_what_vmap_returns_is_explained(given):
-    with pytest.raises(TypeError, match="explain\\(mapped\\): it explains what vmap returned"):
+    with pytest.raises(TypeError, match="explain\\(transformed\\): it explains what vmap, grad"):
         forall.explain(given)
 
 

@@ -10,6 +10,7 @@ import torch
 
 import forall
 from forall import Chunks, grad, jacrev, jvp, vjp, vmap
+from forall._api.define_transform import define_transform
 from forall._api.execution import transform_decorator as decorator
 
 X = torch.arange(1.0, 4.0)
@@ -155,15 +156,40 @@ def test_dims_in_a_dict_that_changes_are_those_of_the_call(is_nested, at_once):
 
 
 def test_a_keyword_that_a_transform_is_told_tells_it_from_others(at_once):
+    @define_transform()
     def transform(func, argnums=0, *, new=False):
-        how = decorator.collect_options("transform", argnums=argnums, new=new)
-        return decorator.replay_transform(func, how)(lambda f, *args: f(*args) * (3 if new else 2))
+        return lambda f, *args: f(*args) * (3 if new else 2)
 
     def f(x):
         return x.sin()
 
     for new in [False] * 4 + [True] * 4:
         assert transform(f, new=new)(X).equal(f(X) * (3 if new else 2))
+
+
+def test_an_option_has_one_key_however_it_is_passed(at_once, monkeypatch):
+    keys, original = [], decorator._make_transform_key
+    monkeypatch.setattr(
+        decorator, "_make_transform_key", lambda how: keys.append(original(how)) or keys[-1]
+    )
+    monkeypatch.setattr(decorator, "_reads", {})
+    f = lambda x: x.sum()  # noqa: E731
+    for args, options in [((f,), {}), ((f, 0), {}), ((), {"func": f}), ((f,), {"argnums": 0})]:
+        grad(*args, **options)
+    assert len({*keys}) == 1
+    assert grad(f, 1) is not grad(f, argnums=1)
+    assert len({*keys}) == 2
+
+
+@pytest.mark.parametrize("name", sorted({*transforms()} - {"functionalize"}))
+def test_a_transform_refuses_arguments_that_it_does_not_take(name):
+    transform = transforms()[name]
+    with pytest.raises(TypeError, match=rf"{name}\(\) missing .* argument: 'func'"):
+        transform()
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'other'"):
+        transform(torch.sin, other=1)
+    with pytest.raises(TypeError, match=rf"^{name}\(func\): func must be callable"):
+        transform(X, *([X] if name == "vjp" else []))
 
 
 @pytest.mark.parametrize("has_aux", [False, True])
@@ -207,13 +233,13 @@ def test_what_is_told_by_the_very_same_words_is_read_once(monkeypatch):
     monkeypatch.setattr(decorator, "_reads", {})
     monkeypatch.setattr(decorator, "_MOST_READS", 2)
     options = {"in_dims": (0, None), "randomness": "same"}
-    first = decorator.collect_options("vmap", **options)
+    first = ("vmap", *options.items())
     key = decorator._read(first)
-    assert decorator._read(decorator.collect_options("vmap", **options)) == key
+    assert decorator._read(("vmap", *options.items())) == key
     assert len(decorator._reads) == 1
     for other in ({"in_dims": (1, None)}, {"in_dims": (True, None)}, {"in_dims": (0, 0)}):
-        assert decorator._read(decorator.collect_options("vmap", **{**options, **other})) != key
-    assert decorator._read(decorator.collect_options("grad", **options)) != key
+        assert decorator._read(("vmap", *{**options, **other}.items())) != key
+    assert decorator._read(("grad", *options.items())) != key
     assert len(decorator._reads) <= 2
 
 
@@ -221,11 +247,11 @@ def test_what_may_change_is_read_with_each_transform(monkeypatch):
     monkeypatch.setattr(decorator, "_reads", {})
     dims, chunks = [0, None], Chunks(size=2)
     for told in ({"in_dims": (dims,)}, {"chunk_size": chunks}, {"randomness": X}):
-        decorator._read(decorator.collect_options("vmap", **told))
+        decorator._read(("vmap", *told.items()))
     assert not decorator._reads
-    before = decorator._read(decorator.collect_options("vmap", in_dims=(dims,)))
+    before = decorator._read(("vmap", ("in_dims", (dims,))))
     dims[1] = 0
-    assert decorator._read(decorator.collect_options("vmap", in_dims=(dims,))) != before
+    assert decorator._read(("vmap", ("in_dims", (dims,)))) != before
 
 
 def test_words_that_take_the_place_of_others_are_not_taken_for_them(monkeypatch):
@@ -235,8 +261,9 @@ def test_words_that_take_the_place_of_others_are_not_taken_for_them(monkeypatch)
     for n in range(3000):
         dims = (None, 0) if n % 2 else (0, None)
         dims = tuple(d for d in dims)  # another object
-        key, _ = decorator._read(decorator.collect_options("vmap", in_dims=dims))
-        expected = decorator._make_transform_key(decorator.collect_options("vmap", in_dims=dims))
+        how = ("vmap", ("in_dims", dims))
+        key, _ = decorator._read(how)
+        expected = decorator._make_transform_key(how)
         assert key == expected
         if not n % 500:
             args = (X.sum(), X) if n % 2 else (X, X.sum())

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forall import grad, jit, vmap
+from forall._api.execution.transform_decorator import describe_replay
 from jit.test_random_programs import replay
 from limits.test_random_programs import many, outcome
 from oracle import same
@@ -89,7 +90,7 @@ def plainly(f: Callable) -> tuple[Callable, Callable[[], bool]]:
 
 
 def replayed(f: Callable) -> tuple[Callable, Callable[[], bool]]:
-    return f, lambda: "calls so far" in vars(f)["__forall_told__"]()
+    return f, lambda: "calls so far" in describe_replay(f)
 
 
 def jitted(f: Callable) -> tuple[Callable, Callable[[], bool]]:

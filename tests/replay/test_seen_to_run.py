@@ -16,6 +16,7 @@ import torch
 
 import forall
 from forall import vmap
+from forall._api.execution.transform_decorator import describe_replay
 from forall._auto_replay.replayed_calls import get_transform_calls
 from forall._jit.guards.attribute_names import find_text_lookups
 from oracle import same
@@ -96,7 +97,7 @@ def calls(name, monkeypatch, *, replay):
     f, x = vmap(m.f), torch.arange(1.0, 4.0)
     for _ in range(8):
         f(x)
-    told = vars(f)["__forall_told__"]() if replay else ""
+    told = describe_replay(f) if replay else ""
     exec(later, vars(m))  # noqa: S102
     try:
         given = [outcome(f, x) for _ in range(2)]
@@ -215,7 +216,7 @@ def test_jumps_and_names_behind_extended_arguments():
     f, x = vmap(m.f), torch.ones(2)
     for _ in range(8):
         f(x)
-    assert "calls so far" in vars(f)["__forall_told__"]()
+    assert "calls so far" in describe_replay(f)
     m.c.a299 = 2.0
     assert same(f(x), x + 2 * 299.5)
     m.G298 = True

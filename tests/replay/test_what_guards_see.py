@@ -15,6 +15,7 @@ import torch
 
 import forall
 from forall import grad, jit, vmap
+from forall._api.execution.transform_decorator import describe_replay
 from forall._compat import native_guards
 from forall._jit.guards import codegen
 from oracle import same
@@ -74,7 +75,7 @@ def history(name, way, *, seen, replay, monkeypatch):
 def _was_replayed(g, way):
     if way == "jit":
         return g.cache_info().hits > 0
-    return "calls so far" in vars(g)["__forall_told__"]()
+    return "calls so far" in describe_replay(g)
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["read", "seen"])

@@ -33,7 +33,7 @@ from forall._vmap.function_mode import find_sharing_level
 from forall._vmap.registry import CALLS, UNSHARED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from forall._compat.autograd_graph import End
     from forall._core.levels import Level
@@ -49,27 +49,49 @@ class Crossing(NamedTuple):
     axis: int | None  # the batch axis of a mapped argument; None for a shared tensor
 
 
-def _grad_through_captured(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    only_inputs: bool = True,
-    allow_unused: bool | None = None,
-    is_grads_batched: bool = False,
-    materialize_grads: bool = False,
-) -> Any:
+class GradCall(NamedTuple):
+    """The arguments of torch.autograd.grad, in its order."""
+
+    outputs: Any
+    inputs: Any
+    grad_outputs: Any = None
+    retain_graph: bool | None = None
+    create_graph: bool = False
+    only_inputs: bool = True
+    allow_unused: bool | None = None
+    is_grads_batched: bool = False
+    materialize_grads: bool = False
+
+    @property
+    def flags(self) -> tuple[bool, bool]:
+        """Return ``retain_graph`` as torch understands it, and ``create_graph``."""
+        retain = self.create_graph if self.retain_graph is None else self.retain_graph
+        return bool(retain), self.create_graph
+
+    def pack_gradients(self, found: list, inputs: Any) -> tuple:
+        """Return what torch.autograd.grad gives for these gradients, or raise for missing ones."""
+        if self.materialize_grads:
+            with torch.no_grad():
+                return tuple(
+                    torch.zeros_like(x) if g is None else g
+                    for g, x in zip(found, inputs, strict=True)
+                )
+        return tuple(found) if self.allow_unused else _check_all_used(found)
+
+
+def _grad_through_captured(call: GradCall) -> Any:
     """Compute torch.autograd.grad, also with respect to a captured tensor and its history."""
     level = find_sharing_level(top())
-    given = _tuple(inputs)
+    given = _tuple(call.inputs)
     if level is None or not all(isinstance(x, torch.Tensor) for x in given):
         return NotImplemented
     wanted = _replace_stand_ins(level, given)
     if not any(is_from_outside(x, level) for x in wanted):
         return NotImplemented
     with torch.enable_grad():
-        outs = tuple(lift(y, level) if isinstance(y, torch.Tensor) else y for y in _tuple(outputs))
+        outs = tuple(
+            lift(y, level) if isinstance(y, torch.Tensor) else y for y in _tuple(call.outputs)
+        )
     crossings = _find_crossings(level, outs, wanted)
     # Under no_grad the inputs have no stand-ins, and a pass would continue to them and sum.
     is_one_graph = torch.is_grad_enabled() and not any(
@@ -77,61 +99,36 @@ def _grad_through_captured(
     )
     if is_one_graph and not stack.parted:
         return NotImplemented
-    flags = _flags(retain_graph, create_graph)
-    if is_grads_batched:
+    flags = call.flags
+    if call.is_grads_batched:
         each = lambda g: torch.autograd.grad(outs, wanted, g, *flags, allow_unused=True)  # noqa: E731
-        found = vmap(each)(grad_outputs)
+        found = vmap(each)(call.grad_outputs)
     elif is_one_graph:  # of all examples: a stand-in for some is not what others computed with
         stops = [lift(x, level.root) for x in wanted]
-        found = call_autograd_grad(outs, stops, grad_outputs, *flags)
+        found = call_autograd_grad(outs, stops, call.grad_outputs, *flags)
     else:
-        found = _find_gradients(level, outs, wanted, grad_outputs, crossings, flags)
-    return _answer(found, given, allow_unused, materialize_grads)
+        found = _find_gradients(level, outs, wanted, call.grad_outputs, crossings, flags)
+    return call.pack_gradients(found, given)
 
 
-def _grad_outside(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    only_inputs: bool = True,
-    allow_unused: bool | None = None,
-    is_grads_batched: bool = False,
-    materialize_grads: bool = False,
-) -> Any:
+def _grad_outside(call: GradCall) -> Any:
     """The same through a graph that was there before the call: all of the way lies outside.
 
     It is asked before what is captured is shared, so nothing is lifted, and no pass runs inside.
     """
     level = find_sharing_level(top())
-    if level is None or level.root is not level or stack.parted or is_grads_batched:
+    if level is None or level.root is not level or stack.parted or call.is_grads_batched:
         return NotImplemented
-    outs, wanted = _tuple(outputs), [*_tuple(inputs)]
+    outs, wanted = _tuple(call.outputs), [*_tuple(call.inputs)]
     if not outs or not all(
         type(t) in PLAIN and t.requires_grad and is_from_outside(t, level) for t in (*outs, *wanted)
     ):
         return NotImplemented  # a Wrapper may lie further out, but have a history of this level's
-    flags = _flags(retain_graph, create_graph)
-    way = OuterPullback(level, [Crossing(y, y, None) for y in outs], wanted, flags)
-    cotangents = cotangents_of(outs, grad_outputs)
-    with torch.set_grad_enabled(create_graph):
+    way = OuterPullback(level, [Crossing(y, y, None) for y in outs], wanted, call.flags)
+    cotangents = cotangents_of(outs, call.grad_outputs)
+    with torch.set_grad_enabled(call.create_graph):
         found = way.gradients_by_id(way.pull_back_at(top(), cotangents))
-    return _answer([found.get(id(x)) for x in wanted], wanted, allow_unused, materialize_grads)
-
-
-def _flags(retain_graph: bool | None, create_graph: bool) -> tuple[bool, bool]:
-    return bool(create_graph if retain_graph is None else retain_graph), create_graph
-
-
-def _answer(found: list, inputs: Any, allow_unused: bool | None, materialize_grads: bool) -> tuple:
-    """Return what torch.autograd.grad gives for these gradients, or raise for missing ones."""
-    if materialize_grads:
-        with torch.no_grad():
-            return tuple(
-                torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)
-            )
-    return tuple(found) if allow_unused else _check_all_used(found)
+    return call.pack_gradients([found.get(id(x)) for x in wanted], wanted)
 
 
 def _check_all_used(found: Iterable) -> tuple:
@@ -345,9 +342,13 @@ def _tuple(tensors: Any) -> tuple:
     return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
 
 
+def _with_grad_call(grad: Callable[[GradCall], Any]) -> Callable:
+    return lambda *args, **kwargs: grad(GradCall(*args, **kwargs))
+
+
 def install_autograd_calls() -> None:
     """Register the implementations of torch.autograd's functions under `vmap`."""
-    CALLS[torch.autograd.grad] = _grad_through_captured
-    UNSHARED[torch.autograd.grad] = _grad_outside
+    for table, grad in ((CALLS, _grad_through_captured), (UNSHARED, _grad_outside)):
+        table[torch.autograd.grad] = _with_grad_call(grad)
     CALLS[torch.Tensor.backward] = _backward_through_captured
     CALLS[torch.autograd.backward] = _backward_through_captured

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 from forall._api import explain_plot
+from forall._api.define_transform import find_calls_at_point, is_transform_at_point
 from forall._api.execution import loop_or_batch
-from forall._api.execution.transform_decorator import replay_transform
+from forall._api.execution.transform_decorator import describe_replay, find_transform
+from forall._api.vmap import run_and_report
 from forall._core import config
 from forall._core.errors import format_columns, format_short, name_of, type_name_of
+from forall._core.python_state import is_ours
 from forall._divergence.converted_call import collect_report
 from forall._divergence.report import Report, format_range
 from forall._divergence.report_records import Function, Parting, Step
@@ -18,20 +23,25 @@ from forall._divergence.report_records import Function, Parting, Step
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from forall._api.execution.transform_decorator import ReplayableCalls, Transform
     from forall._core.call_site import SourceLine
 
 
-def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
-    """A report of how a call of ``vmap(f)`` ran, where its examples diverged, and its result.
+def explain(transformed: Callable[..., Any]) -> Callable[..., Explanation]:
+    """A report of how a call of a transformed function ran, and its result.
 
-    The law: ``explain(vmap(f))(*xs).result`` is ``vmap(f)(*xs)``. The call is made once, with all
-    its side effects.
+    The law: ``explain(vmap(f))(*xs).result`` is ``vmap(f)(*xs)``, and so for every transform. The
+    call is made once, with all its side effects. The report tells whether the call was replayed
+    from a recorded program, which one, or why not. For `vmap` it also tells where examples
+    diverged; such a call is explained as it is, and not replayed.
 
     Cost: that of the call, and some microseconds for each test on values. Calls that nobody asks
     about pay nothing.
 
     Args:
-        mapped: what `vmap` returned, itself: not a function around it.
+        transformed: what a transform or `jit` returned, itself: not a function around it. For
+            `vjp`, `jvp` and `linearize`, which run at once, it is the transform:
+            ``explain(vjp)(f, x)``.
 
     Raises:
         TypeError: for anything else.
@@ -46,55 +56,48 @@ def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
         ...     return x
         >>> forall.explain(forall.vmap(root))(torch.tensor([1.0, 4.0, 100.0])).result
         tensor([ 1.,  2., 10.])
+        >>> def loss(w):
+        ...     return w.square().sum()
+        >>> print(forall.explain(forall.grad(loss))(torch.ones(2)))
+        grad(loss)
+        <BLANKLINE>
+        how it ran
+            as it is
     """
-    given = getattr(mapped, "__forall_run__", None)
-    if given is None or getattr(mapped, "__globals__", None) is not replay_transform.__globals__:
-        raise TypeError(
-            "explain(mapped): it explains what vmap returned.\n"
-            f"{format_columns([('mapped', format_short(mapped), type_name_of(mapped))])}\n"
-            "Pass the mapped function, then its arguments: explain(vmap(f))(x)."
-        )
-
-    run, options = given
-
-    def run_and_explain(*args: Any, **kwargs: Any) -> Explanation:
-        report = Report()
-        with collect_report(report):
-            result = run(options._replace(report=report), args, kwargs)
-        return _make_explanation(mapped, report, result)
-
-    return run_and_explain
-
-
-class ExplainedCall(NamedTuple):
-    """The call of a mapped function that a report is on."""
-
-    name: str
-    examples: int
-
-    def __str__(self) -> str:
-        return f"vmap({self.name}): {explain_plot.format_count(self.examples, 'example')}"
+    if is_transform_at_point(transformed):
+        return functools.partial(_explain_at_point, transformed)
+    if (how := find_transform(transformed)) is not None:
+        explain_call = _explain_mapped if how.how[0] == "vmap" else _explain_transformed
+        return functools.partial(explain_call, transformed, how)
+    if _is_jitted(transformed):
+        return functools.partial(_explain_jitted, transformed)
+    raise TypeError(
+        "explain(transformed): it explains what vmap, grad or another transform returned.\n"
+        f"{format_columns([('transformed', format_short(transformed), type_name_of(transformed))])}"
+        "\nPass the transformed function, then its arguments: explain(vmap(f))(x)."
+    )
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The report on one call of ``vmap(f)``: ``str`` gives the text, ``plot`` the picture.
+    """The report on one call of a transformed function: ``str`` gives the text.
+
+    For `vmap`, ``plot`` gives a picture. The other transforms have no examples, and what tells of
+    these is empty.
 
     Attributes:
-        examples: how many there were.
+        call: the transform and its function.
+        result: what the call returned.
         ways: how the call ran, in words, one try after another.
-        groups: how many examples each group had, if it ran in groups.
-        partings: each time that examples diverged.
-        steps: each test on values, with the examples that took it.
+        replay: how many calls of the function were replayed, or why they are not, while
+            `forall.config.replay` is on.
+        program: the recorded program of such calls, one operator a line, if there is one.
+        measured: how other calls with so many examples run, and how long that takes, if
+            `forall.config.parting` finds it out. An explained call runs together.
         converted: the functions whose source was converted.
         refused: the functions whose source was not converted, with the reason.
         again: the calls in which examples diverged, and how often each ran again for a group.
-        replay: how many calls of the function were replayed, or why they are not, while
-            `forall.config.replay` is on.
-        measured: how other calls with so many examples run, and how long that takes, if
-            `forall.config.parting` finds it out. An explained call runs together.
-        scalar: the lines where code begins that computes with Python's own values alone. It runs
-            together in an explained call, to show its steps, and in others one after another.
+        examples: the number of examples of a `vmap`, else None.
 
     Cost: nothing more; all is kept as it was found.
 
@@ -107,22 +110,40 @@ class Explanation:
         [('if else', (1, 2))]
     """
 
-    call: ExplainedCall
+    call: str
     result: Any
     ways: tuple[str, ...]
-    groups: tuple[int, ...]
-    partings: tuple[Parting, ...]
-    steps: tuple[Step, ...]
-    converted: tuple[Function, ...]
-    refused: tuple[Function, ...]
-    again: tuple[tuple[str, int], ...]
-    replay: str
-    measured: str
-    scalar: tuple[SourceLine, ...]
+    replay: str = ""
+    program: str = ""
+    measured: str = ""
+    converted: tuple[Function, ...] = ()
+    refused: tuple[Function, ...] = ()
+    again: tuple[tuple[str, int], ...] = ()
+    examples: int | None = None
+    _report: Report = field(default_factory=Report, repr=False)
 
     @property
-    def examples(self) -> int:
-        return self.call.examples
+    def groups(self) -> tuple[int, ...]:
+        """The number of examples in each group, if the call ran in groups."""
+        return tuple(self._report.groups)
+
+    @property
+    def partings(self) -> tuple[Parting, ...]:
+        """Each time that examples diverged."""
+        return tuple(self._report.partings)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Each test on values, with the examples that took it."""
+        return tuple(self._report.steps)
+
+    @property
+    def scalar(self) -> tuple[SourceLine, ...]:
+        """The lines where code begins that computes with Python's own values alone.
+
+        It runs together in an explained call, to show its steps, and in others one after another.
+        """
+        return tuple(sorted(self._report.scalar))
 
     def _list_reruns(self) -> list[tuple[str, str]]:
         return [(name, explain_plot.format_count(n, "time")) for name, n in self.again]
@@ -132,7 +153,7 @@ class Explanation:
         return [(place.near(), place.text(), how) for place in self.scalar]
 
     def __str__(self) -> str:
-        parts = [str(self.call)]
+        parts = [self._title()]
         for title, rows in (
             ("how it ran", [(way,) for way in _count_repeats(self.ways)]),
             ("where examples parted", _list_divergences(self.partings)),
@@ -143,35 +164,116 @@ class Explanation:
             ("of Python's own values alone", self._list_scalar_lines()),
             ("replayed", [(self.replay,)] if self.replay else []),
             ("how such calls run", [(self.measured,)] if self.measured else []),
+            ("program", [(line,) for line in self.program.splitlines()]),
         ):
             if rows:
                 parts.append(f"{title}\n{format_columns(rows)}")
         return "\n\n".join(parts)
 
+    def _title(self) -> str:
+        if self.examples is None:
+            return self.call
+        return f"{self.call}: {explain_plot.format_count(self.examples, 'example')}"
+
     def plot(self, path: Any = None) -> Any:
         """Plot examples over steps, one colour per line of code, as a figure or into a file."""
-        title = f"{self.call}\n{self.ways[-1]}"
+        title = f"{self._title()}\n{self.ways[-1]}"
         return explain_plot.draw_explanation(title, self.examples, self.steps, path)
 
 
-def _make_explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
+_REPLAYED = "replayed: the recorded program ran in the place of the function"
+_RECORDED = "as it is, and recorded for later calls"
+_AS_IT_IS = "as it is"
+
+
+def _explain_mapped(mapped: Callable, how: Transform, /, *args: Any, **kwargs: Any) -> Explanation:
+    report = Report()
+    with collect_report(report):
+        result = run_and_report(how.func, dict(how.how[1:]), args, kwargs, report)
     origin = report.level and report.level.origin
     func, size = (mapped, 0) if origin is None else (origin.call.func, origin.size)
-    functions = report.functions.values()
+    report.level, functions = None, report.functions.values()
     return Explanation(
-        ExplainedCall(name_of(func), size),
+        f"vmap({_name_nested(func)})",
         result,
         tuple(report.ways) or ("by torch's own vmap, which tells nothing",),
-        tuple(report.groups),
-        tuple(report.partings),
-        tuple(report.steps),
-        tuple(f for f in functions if not f.why),
-        tuple(f for f in functions if f.why),
-        tuple(report.again.items()),
-        vars(mapped)["__forall_told__"]() if config.now.replay else "",
-        loop_or_batch.describe_choice(loop_or_batch.find_code(func), size),
-        tuple(sorted(report.scalar)),
+        describe_replay(mapped) if config.now.replay else "",
+        measured=loop_or_batch.describe_choice(loop_or_batch.find_code(func), size),
+        converted=tuple(f for f in functions if not f.why),
+        refused=tuple(f for f in functions if f.why),
+        again=tuple(report.again.items()),
+        examples=size,
+        _report=report,
     )
+
+
+def _explain_transformed(
+    transformed: Callable, how: Transform, /, *args: Any, **kwargs: Any
+) -> Explanation:
+    describe = functools.partial(describe_replay, transformed)
+    run = functools.partial(transformed, *args, **kwargs)
+    return _explain_replay(_name_nested(transformed), run, how.calls, describe, args, kwargs)
+
+
+def _explain_at_point(transform: Any, func: Callable, /, *args: Any, **kwargs: Any) -> Explanation:
+    def find_calls() -> ReplayableCalls | None:
+        return find_calls_at_point(transform, func, args, kwargs)
+
+    def describe() -> str:
+        calls = find_calls()
+        return "" if calls is None else calls.describe_replay()
+
+    call = f"{transform.__name__}({_name_nested(func)})"
+    run = functools.partial(transform, func, *args, **kwargs)
+    return _explain_replay(call, run, find_calls, describe, args, kwargs)
+
+
+def _explain_replay(
+    call: str,
+    run: Callable[[], Any],
+    find_calls: Callable[[], ReplayableCalls | None],
+    describe: Callable[[], str],
+    args: tuple,
+    kwargs: dict,
+) -> Explanation:
+    before, result = _count_hits(find_calls()), run()
+    calls, program = find_calls(), ""
+    is_replayed = _count_hits(calls) > before
+    if calls is not None:
+        program = calls.describe_program(call, args, kwargs, is_replayed=is_replayed)
+    way = _REPLAYED if is_replayed else _AS_IT_IS
+    return Explanation(call, result, (way,), describe() if config.now.replay else "", program)
+
+
+def _count_hits(calls: ReplayableCalls | None) -> int:
+    return 0 if calls is None else calls.hits
+
+
+def _is_jitted(x: Any) -> bool:
+    return type(x) is FunctionType and "kinds" in vars(x) and is_ours(x)
+
+
+def _explain_jitted(jitted: Any, /, *args: Any, **kwargs: Any) -> Explanation:
+    from forall._jit.cache.cache_info import describe_arguments  # as above
+
+    before, result = jitted.cache_info().hits, jitted(*args, **kwargs)
+    hits, arguments = jitted.cache_info().hits, describe_arguments(args, kwargs)
+    kind = next((k for k in reversed(jitted.kinds()) if k.arguments == arguments), None)
+    way, replay, program = _AS_IT_IS, "", ""
+    if kind is not None:
+        way = _REPLAYED if hits > before else _AS_IT_IS if kind.why else _RECORDED
+        replay = f"no: {kind.why}" if kind.why else f"{hits} calls so far"
+        program = "" if kind.why else kind.text
+    return Explanation(_name_nested(jitted), result, (way,), replay, program)
+
+
+def _name_nested(func: Any) -> str:
+    """Return the name of a function, with the transforms that made it."""
+    if (how := find_transform(func)) is not None:
+        return f"{how.how[0]}({_name_nested(how.func)})"
+    if _is_jitted(func):
+        return f"jit({_name_nested(func.__wrapped__)})"
+    return name_of(func)
 
 
 def _count_repeats(ways: tuple[str, ...]) -> list[str]:

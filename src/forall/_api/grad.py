@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
 
 import torch
@@ -14,7 +15,7 @@ from forall._api.argnums import (
     describe_call,
 )
 from forall._api.argnums import with_value_as_aux as with_its_value
-from forall._api.execution.transform_decorator import collect_options, replay_transform
+from forall._api.define_transform import define_transform
 from forall._api.typing import (
     A,
     P,
@@ -27,6 +28,34 @@ from forall._compat.tensor_subclass import posing, unwrap_posed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+_USUAL = {"has_aux": False, "argnames": None, "holomorphic": False}
+
+
+def _make_autograd_call(verb: str, func: Callable, options: dict[str, Any]) -> Callable | None:
+    """Return the transform by torch.autograd, for ordinary tensors without history.
+
+    Return None for other options than a position.
+    """
+    argnums = options["argnums"]
+    if type(argnums) is not int or argnums < 0 or options != {**_USUAL, "argnums": argnums}:
+        return None
+
+    def differentiate_by_autograd(*args: Any) -> Any:
+        x = args[argnums].detach().requires_grad_()
+        value = func(*args[:argnums], x, *args[argnums + 1 :])
+        if type(value) is not torch.Tensor or value.dim():
+            call = describe_call(verb, func, argnums, None)
+            argument_checks.check_scalar_value(call, value, holomorphic=False)
+        gradient = None
+        if value.requires_grad:
+            (gradient,) = torch.autograd.grad(value, x, allow_unused=True)
+        if gradient is None:
+            gradient = torch.zeros_like(x)
+        return gradient if verb == "grad" else (gradient, value.detach())
+
+    return differentiate_by_autograd
 
 
 @overload
@@ -65,6 +94,7 @@ def grad(
     argnames: str | tuple[str, ...] | None = None,
     holomorphic: bool = False,
 ) -> Callable[P, Any]: ...
+@define_transform(alone=functools.partial(_make_autograd_call, "grad"))
 def grad(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -114,11 +144,7 @@ def grad(
         >>> grad(f, argnums=1)(w, x)                   # (3,)
         tensor([ 78., 112., 146.])
     """
-    how = collect_options(
-        "grad", argnums=argnums, has_aux=has_aux, argnames=argnames, holomorphic=holomorphic
-    )
-    argument_checks.check_callable("grad", func)
-    return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=False)
+    return _make_gradient("grad", argnums, argnames, has_aux, holomorphic)
 
 
 @overload
@@ -139,6 +165,7 @@ def grad_and_value(
     argnames: str | tuple[str, ...] | None = None,
     holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, R]]: ...
+@define_transform(alone=functools.partial(_make_autograd_call, "grad_and_value"))
 def grad_and_value(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -165,28 +192,13 @@ def grad_and_value(
         >>> grad_and_value(f, argnums=1)(w, x)         # (3,), ()
         (tensor([ 78., 112., 146.]), tensor(185.))
     """
-    how = collect_options(
-        "grad_and_value",
-        argnums=argnums,
-        has_aux=has_aux,
-        argnames=argnames,
-        holomorphic=holomorphic,
-    )
-    argument_checks.check_callable("grad_and_value", func)
-    return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=True)
+    return _make_gradient("grad_and_value", argnums, argnames, has_aux, holomorphic)
 
 
-def _grad_and_value(
-    how: tuple,
-    func: Callable,
-    argnums: Any,
-    argnames: Any,
-    has_aux: bool,
-    holomorphic: bool,
-    *,
-    valued: bool,
+def _make_gradient(
+    verb: str, argnums: Any, argnames: Any, has_aux: bool, holomorphic: bool
 ) -> Callable:
-    verb = how[0]
+    valued = verb == "grad_and_value"
 
     def pack_result(tree: Any, value: Any, aux: Any) -> Any:
         """Return the result of the transform, with the value and aux that were asked for."""
@@ -194,35 +206,15 @@ def _grad_and_value(
             return tree, (value, aux) if has_aux else value
         return (tree, aux) if has_aux else tree
 
-    simple = type(argnums) is int and argnums >= 0
-    simple = simple and argnames is None and not has_aux and not holomorphic
-
-    def differentiate_by_autograd(*args: Any) -> Any:
-        """Return the gradient by torch.autograd, for ordinary tensors without history."""
-        x = args[argnums].detach().requires_grad_()
-        value = func(*args[:argnums], x, *args[argnums + 1 :])
-        if type(value) is not torch.Tensor or value.dim():
-            argument_checks.check_scalar_value(
-                describe_call(verb, func, argnums, argnames), value, holomorphic
-            )
-        gradient = None
-        if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value, x, allow_unused=True)
-        if gradient is None:
-            gradient = torch.zeros_like(x)
-        return pack_result(gradient, value.detach(), None)
-
-    @replay_transform(func, how, alone=differentiate_by_autograd if simple else None)
-    def derivative(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def differentiate(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if functorch_interop.must_hand_over():
             if holomorphic:
                 f = with_its_value(verb, func, has_aux)
                 which = (argnums, argnames)
                 found, y = call_torch_holomorphic("jacrev", f, args, kwargs, *which, has_aux=True)
                 return pack_result(found, *(y if has_aux else (y, None)))
-            name = "grad_and_value" if valued else "grad"
             return call_torch_transform(
-                name, func, args, kwargs, argnums, argnames, has_aux=has_aux
+                verb, func, args, kwargs, argnums, argnames, has_aux=has_aux
             )
         call = describe_call(verb, func, argnums, argnames, holomorphic=holomorphic)
         outer = torch.is_grad_enabled()
@@ -245,4 +237,4 @@ def _grad_and_value(
         found = pack_result(given.unflatten_results(gradients), value, aux)
         return reverse_mode.detach_from_run(found, run, outer)
 
-    return derivative
+    return differentiate

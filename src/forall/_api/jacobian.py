@@ -14,7 +14,7 @@ from forall._api.argnums import (
     with_value_as_aux,
 )
 from forall._api.chunk_size import get_torch_chunk_size
-from forall._api.execution.transform_decorator import collect_options, replay_transform
+from forall._api.define_transform import define_transform
 from forall._api.jacobian_blocks import (
     InnerJacobian,
     JacobianBlocks,
@@ -83,6 +83,7 @@ def jacrev(
     holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+@define_transform()
 def jacrev(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -135,18 +136,6 @@ def jacrev(
                 [1., 1.],
                 [4., 0.]])
     """
-    how = collect_options(
-        "jacrev",
-        argnums=argnums,
-        argnames=argnames,
-        has_aux=has_aux,
-        return_value=return_value,
-        chunk_size=chunk_size,
-        holomorphic=holomorphic,
-        _preallocate_and_copy=_preallocate_and_copy,
-    )
-    del _preallocate_and_copy
-    argument_checks.check_callable("jacrev", func)
     argument_checks.check_chunk_size("jacrev", chunk_size)
 
     def rows(
@@ -160,7 +149,7 @@ def jacrev(
         "chunk_size": get_torch_chunk_size(chunk_size),
         "holomorphic": holomorphic,
     }
-    return make_jacobian_transform(how, func, which, has_aux, return_value, rows, **options)
+    return make_jacobian_transform("jacrev", which, has_aux, return_value, rows, **options)
 
 
 @overload
@@ -211,6 +200,7 @@ def jacfwd(
     chunk_size: Chunk = None,
     holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+@define_transform()
 def jacfwd(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -265,17 +255,6 @@ def jacfwd(
                 [1., 1.],
                 [4., 0.]])
     """
-    how = collect_options(
-        "jacfwd",
-        argnums=argnums,
-        has_aux=has_aux,
-        argnames=argnames,
-        return_value=return_value,
-        randomness=randomness,
-        chunk_size=chunk_size,
-        holomorphic=holomorphic,
-    )
-    argument_checks.check_callable("jacfwd", func)
     argument_checks.check_randomness("jacfwd", randomness)
     argument_checks.check_chunk_size("jacfwd", chunk_size)
 
@@ -286,7 +265,7 @@ def jacfwd(
 
     which = (argnums, argnames)
     options = {"error": ValueError, "randomness": randomness, "holomorphic": holomorphic}
-    return make_jacobian_transform(how, func, which, has_aux, return_value, columns, **options)
+    return make_jacobian_transform("jacfwd", which, has_aux, return_value, columns, **options)
 
 
 @overload
@@ -333,6 +312,7 @@ def hessian(
     chunk_size: Chunk = None,
     holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
+@define_transform()
 def hessian(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -387,20 +367,9 @@ def hessian(
                 [[2., 0.],
                  [0., 0.]]])
     """
-    how = collect_options(
-        "hessian",
-        argnums=argnums,
-        argnames=argnames,
-        has_aux=has_aux,
-        return_value=return_value,
-        chunk_size=chunk_size,
-        holomorphic=holomorphic,
-    )
-    argument_checks.check_callable("hessian", func)
     argument_checks.check_chunk_size("hessian", chunk_size)
 
-    @replay_transform(func, how)
-    def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def compute_hessian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if functorch_interop.must_hand_over():
             by = call_torch_holomorphic if holomorphic else call_torch_transform
             return _hessian_by_torch(
@@ -427,12 +396,11 @@ def hessian(
         h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
         return first.answer(h, *found.aux, return_value)
 
-    return second
+    return compute_hessian
 
 
 def make_jacobian_transform(
-    how: tuple,  # the transform's name and options
-    func: Callable,
+    verb: str,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
     return_value: bool,
@@ -443,11 +411,10 @@ def make_jacobian_transform(
     holomorphic: bool,
     **options: Any,
 ) -> Callable:
-    """Return a transform: the tree of the blocks that ``sweep`` computes, and the value or aux."""
-    verb, beside = how[0], has_aux or return_value
+    """Return a function that runs a call: the blocks of ``sweep``, and the value or aux."""
+    beside = has_aux or return_value
 
-    @replay_transform(func, how)
-    def jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def compute_jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         f = with_value_as_aux(verb, func, has_aux) if return_value else func
         if functorch_interop.must_hand_over():
             by = call_torch_holomorphic if holomorphic else call_torch_transform
@@ -458,7 +425,7 @@ def make_jacobian_transform(
         tree = found.tree(given.unflatten_results)
         return (tree, found.aux) if beside else tree
 
-    return jacobian
+    return compute_jacobian
 
 
 def _hessian_by_torch(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from forall._api import argument_checks
 from forall._api.chunk_size import get_torch_chunk_size
-from forall._api.execution.transform_decorator import collect_options
+from forall._api.define_transform import define_transform
 from forall._api.jacobian import make_jacobian_transform
 from forall._api.jacobian_mode import compute_by_fewer
 from forall._api.typing import (
@@ -68,6 +68,7 @@ def jacobian(
     chunk_size: Chunk = None,
     holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+@define_transform()
 def jacobian(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -116,16 +117,6 @@ def jacobian(
                 [4., 0.],
                 [3., 2.]])
     """
-    how = collect_options(
-        "jacobian",
-        argnums=argnums,
-        argnames=argnames,
-        has_aux=has_aux,
-        return_value=return_value,
-        chunk_size=chunk_size,
-        holomorphic=holomorphic,
-    )
-    argument_checks.check_callable("jacobian", func)
     argument_checks.check_chunk_size("jacobian", chunk_size)
 
     def sweep_fewer(
@@ -140,4 +131,4 @@ def jacobian(
         "holomorphic": holomorphic,
     }
     which = (argnums, argnames)
-    return make_jacobian_transform(how, func, which, has_aux, return_value, sweep_fewer, **options)
+    return make_jacobian_transform("jacobian", which, has_aux, return_value, sweep_fewer, **options)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from forall._api import argument_checks, dynamo_call
-from forall._api.execution.transform_decorator import call_or_replay, can_replay, collect_options
+from forall._api import argument_checks
+from forall._api.define_transform import define_transform_at_point
+from forall._api.execution.transform_decorator import call_or_replay
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level
 from forall._autodiff.dual_tensor import make_dual, unpack_dual
-from forall._compat import (
-    functorch_interop,
-    profiler,
-    pytree,
-)
+from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import functions_off, hold_forward_level
 from forall._compat.jagged_layout import Jagged, replace_rows
 from forall._compat.tensor_subclass import restore_users_class, unwrap_posed
-from forall._compat.transform_call import call_transform
 from forall._core.errors import TransformCall
 from forall._core.escaped_values import replace_escaped
 from forall._core.levels import lift, top
@@ -54,7 +48,7 @@ def jvp(
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any: ...
-@profiler.profile_calls(lambda func: str(TransformCall("jvp", func)))
+@define_transform_at_point()
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any:
@@ -90,24 +84,13 @@ def jvp(
         >>> jvp(f, (torch.tensor([2.0, 3.0]),), (torch.tensor([1.0, 10.0]),))
         (tensor([6., 5., 4.]), tensor([23., 11.,  4.]))
     """
-    how = collect_options("jvp", strict=strict, has_aux=has_aux)
-    argument_checks.check_callable("jvp", func)
-    if is_dynamo_compiling() and not functorch_interop.must_hand_over():
-        return dynamo_call.call_transform("jvp", dict(how[1:]), func, (primals, tangents), {})
-    if functorch_interop.is_dynamo_listening():
-        with functorch_interop.run_eagerly():
-            return jvp(func, primals, tangents, strict=strict, has_aux=has_aux)
-    if functorch_interop.must_hand_over():
-        return functorch_interop.call_torch_func(
-            "jvp", func, primals, tangents, strict=strict, has_aux=has_aux
-        )
-    eager = functools.partial(_jvp_eagerly, strict, has_aux)
-    if can_replay():
-        return call_or_replay(func, eager, primals, tangents, how=how)
-    return call_transform(eager, func, primals, tangents)
+    options = {"strict": strict, "has_aux": has_aux}
+    return call_or_replay("jvp", func, _jvp_eagerly, (primals, tangents), options)
 
 
-def _jvp_eagerly(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: Any) -> Any:
+def _jvp_eagerly(
+    func: Callable, primals: Any, tangents: Any, *, strict: bool, has_aux: bool
+) -> Any:
     call = TransformCall("jvp", func)
     argument_checks.check_primals_tuple(call, primals)
     return push_forward(call, func, primals, tangents, strict=strict, has_aux=has_aux)

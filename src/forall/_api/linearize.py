@@ -6,15 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from forall._api import argument_checks, dynamo_call
-from forall._api.execution.transform_decorator import (
-    call_or_replay,
-    can_replay,
-    collect_options,
-    find_calls,
-)
+from forall._api import argument_checks
+from forall._api.define_transform import define_transform_at_point
+from forall._api.execution.transform_decorator import call_or_replay, can_replay, find_calls
 from forall._api.jvp import detach_results, run_on_duals
 from forall._api.typing import R, Ts
 from forall._autodiff import jvp_level, reverse_mode
@@ -25,11 +20,7 @@ from forall._autodiff.linear_tape import (
     extract_program,
     make_tape,
 )
-from forall._compat import (
-    functorch_interop,
-    profiler,
-    pytree,
-)
+from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import hold_forward_level
 from forall._compat.tensor_subclass import restore_users_class, unwrap_posed
 from forall._compat.transform_call import call_transform
@@ -46,7 +37,7 @@ if TYPE_CHECKING:
 def linearize(func: Callable[[*Ts], R], *primals: *Ts) -> tuple[R, Callable[[*Ts], R]]: ...
 @overload
 def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]: ...
-@profiler.profile_calls(lambda func: str(TransformCall("linearize", func)))
+@define_transform_at_point(functorch_interop.linearize_by_jvp)
 def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """The value of a function at a point, and its derivative there as a linear function.
 
@@ -83,22 +74,13 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         >>> push(torch.tensor([0.0, 1.0]))
         tensor([2., 1., 0.])
     """
-    how = collect_options("linearize")
-    argument_checks.check_callable("linearize", func)
-    if is_dynamo_compiling() and not functorch_interop.must_hand_over():
-        return dynamo_call.call_transform("linearize", {}, func, primals, {})
-    if functorch_interop.is_dynamo_listening():
-        with functorch_interop.run_eagerly():
-            return linearize(func, *primals)
-    if functorch_interop.must_hand_over():
-        return functorch_interop.linearize_by_jvp(func, primals)
     call = TransformCall("linearize", func)
     flat, spec = argument_checks.check_primals(call, primals)
     argument_checks.refuse_nested_primals(call, flat)
-    if can_replay() and not torch.is_inference_mode_enabled():  # inference mode makes other tensors
-        value, found = call_or_replay(func, _linearize_eagerly, *primals, how=how)
-    else:
+    if torch.is_inference_mode_enabled():  # it makes other tensors
         value, found = call_transform(_linearize_eagerly, func, *primals)
+    else:
+        value, found = call_or_replay("linearize", func, _linearize_eagerly, primals, {})
     if type(found) is tuple:
         linear, out_spec, constants = found
         return value, _make_jvp_fn(

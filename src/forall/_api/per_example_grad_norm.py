@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks
 from forall._api.argnums import DiffArguments, describe_call, find_places
-from forall._api.execution.transform_decorator import collect_options, replay_transform
+from forall._api.define_transform import define_transform
 from forall._api.grad import grad_and_value
 from forall._api.typing import Chunk
 from forall._api.vmap import vmap
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@define_transform()
 def per_example_grad_norm(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -76,38 +77,16 @@ def per_example_grad_norm(
         >>> forall.per_example_grad_norm(loss)(w, xs, ys)            # of (6, 8) and (0, -6)
         tensor([10.,  6.])
     """
-    how = collect_options(
-        "per_example_grad_norm",
-        argnums=argnums,
-        argnames=argnames,
-        has_aux=has_aux,
-        return_value=return_value,
-        in_dims=in_dims,
-        randomness=randomness,
-        chunk_size=chunk_size,
-    )
-    verb = how[0]
-    argument_checks.check_callable(verb, func)
+    verb, which = "per_example_grad_norm", (argnums, argnames)
     argument_checks.check_randomness(verb, randomness, keys=True)
     argument_checks.check_chunk_size(verb, chunk_size)
 
-    mapping = in_dims, randomness, chunk_size
-    return _make_norms(func, how, (argnums, argnames), mapping, has_aux, return_value)
-
-
-def _make_norms(
-    func: Callable, how: tuple, which: tuple, mapping: tuple, has_aux: bool, return_value: bool
-) -> Callable:
-    """Return the transformed function of `per_example_grad_norm`."""
-    in_dims, randomness, chunk_size = mapping
-
-    @replay_transform(func, how)
-    def norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def compute_norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(func, updated=())
         def norm_of_one(*args: Any, **kwargs: Any) -> tuple:
             return _compute_norm(func, args, kwargs, which, has_aux)
 
-        call = describe_call(how[0], func, *which)
+        call = describe_call(verb, func, *which)
         dims = _make_in_dims(in_dims, find_places(call, args, kwargs, *which), len(args))
         mapped = vmap(norm_of_one, dims, randomness=randomness, chunk_size=chunk_size)
         norm, value, *aux = mapped(*args, **kwargs)
@@ -116,7 +95,7 @@ def _make_norms(
             return norm
         return norm, beside[0] if len(beside) == 1 else tuple(beside)
 
-    return norms
+    return compute_norms
 
 
 def _make_in_dims(in_dims: Any, places: Any, n: int) -> Any:

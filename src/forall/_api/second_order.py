@@ -9,8 +9,8 @@ import torch
 from forall._api import argument_checks
 from forall._api.argnums import describe_call
 from forall._api.chunk_size import get_torch_chunk_size
+from forall._api.define_transform import define_transform
 from forall._api.execution.chunked_map import run_each_chunk
-from forall._api.execution.transform_decorator import collect_options, replay_transform
 from forall._api.jacobian_blocks import InnerJacobian
 from forall._api.jvp import push_forward
 from forall._api.linearize import linearize_with_aux
@@ -66,6 +66,7 @@ def hvp(
     has_aux: Literal[True],
     return_value: Literal[True],
 ) -> Callable[..., tuple[Any, tuple[Any, R, X]]]: ...
+@define_transform()
 def hvp(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -107,13 +108,8 @@ def hvp(
         >>> forall.hvp(f)(x, v)                        # (3,)
         tensor([2., 4., 2.])
     """
-    how = collect_options(
-        "hvp", argnums=argnums, argnames=argnames, has_aux=has_aux, return_value=return_value
-    )
-    argument_checks.check_callable("hvp", func)
 
-    @replay_transform(func, how)
-    def product(func: Callable, /, *args_and_vector: Any, **kwargs: Any) -> Any:
+    def compute_product(func: Callable, /, *args_and_vector: Any, **kwargs: Any) -> Any:
         call = describe_call("hvp", func, argnums, argnames)
         args, vector = argument_checks.split_off_vector(call, args_and_vector)
         first = InnerJacobian(call, func, args, kwargs, (argnums, argnames), has_aux)
@@ -125,7 +121,7 @@ def hvp(
             j, hv, y = push_forward(call, first, xs, vectors, strict=False, has_aux=True)
         return first.answer(first.tree(hv), j, y, return_value)
 
-    return product
+    return compute_product
 
 
 @overload
@@ -168,6 +164,7 @@ def hessian_diag(
     return_value: Literal[True],
     chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
+@define_transform()
 def hessian_diag(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -212,19 +209,9 @@ def hessian_diag(
                 [0., 0.],
                 [2., 0.]])
     """
-    how, which = (
-        collect_options(
-            "hessian_diag",
-            argnums=argnums,
-            argnames=argnames,
-            has_aux=has_aux,
-            return_value=return_value,
-            chunk_size=chunk_size,
-        ),
-        (argnums, argnames),
-    )
+    which = argnums, argnames
     return _make_diagonal_transform(
-        how, func, which, has_aux, return_value, chunk_size, InnerJacobian.tree
+        "hessian_diag", which, has_aux, return_value, chunk_size, InnerJacobian.tree
     )
 
 
@@ -268,6 +255,7 @@ def laplacian(
     return_value: Literal[True],
     chunk_size: Chunk = None,
 ) -> Callable[P, tuple[R, tuple[Any, R, X]]]: ...
+@define_transform()
 def laplacian(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -308,43 +296,29 @@ def laplacian(
         >>> forall.laplacian(f)(torch.tensor([1.0, 2.0, 3.0]))       # 6x + 2x + 2x at x = 1
         tensor(10.)
     """
-    how, which = (
-        collect_options(
-            "laplacian",
-            argnums=argnums,
-            argnames=argnames,
-            has_aux=has_aux,
-            return_value=return_value,
-            chunk_size=chunk_size,
-        ),
-        (argnums, argnames),
-    )
+    which = argnums, argnames
     return _make_diagonal_transform(
-        how, func, which, has_aux, return_value, chunk_size, _sum_diagonals
+        "laplacian", which, has_aux, return_value, chunk_size, _sum_diagonals
     )
 
 
 def _make_diagonal_transform(
-    how: tuple,  # the transform's name and options
-    func: Callable,
+    verb: str,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
     return_value: bool,
     chunk_size: Chunk,
     result: Callable[[InnerJacobian, list], Any],
 ) -> Callable:
-    """Return a transform: ``result`` of the diagonals of a call, and the value or aux."""
-    verb = how[0]
-    argument_checks.check_callable(verb, func)
+    """Return a function that runs a call: ``result`` of its diagonals, and the value or aux."""
     argument_checks.check_chunk_size(verb, chunk_size)
 
-    @replay_transform(func, how)
-    def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def compute_diagonal(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         first = InnerJacobian(describe_call(verb, func, *which), func, args, kwargs, which, has_aux)
         found, j, y = _find_diagonals(first, chunk_size)
         return first.answer(result(first, found), j, y, return_value)
 
-    return second
+    return compute_diagonal
 
 
 def _sum_diagonals(first: InnerJacobian, diagonals: list) -> Any:

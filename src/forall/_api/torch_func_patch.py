@@ -196,7 +196,7 @@ def _copy(ours: Any, module: str) -> Any:
     made.__annotations__ = ours.__annotations__
     made.__doc__ = ours.__doc__
     made.__dict__.update(ours.__dict__)
-    made.__module__ = module
+    made.__qualname__, made.__module__ = ours.__qualname__, module
     return made
 
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from forall._api import argument_checks, dynamo_call
+from forall._api import argument_checks
 from forall._api.argnums import DiffLeaves
+from forall._api.define_transform import define_transform_at_point
 from forall._api.execution.transform_decorator import make_replayable
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level, reverse_mode
 from forall._autodiff.dual_tensor import make_dual, unpack_dual
-from forall._compat import (
-    functorch_interop,
-    profiler,
-    pytree,
-)
+from forall._compat import functorch_interop, pytree
 from forall._compat.autograd_graph import iterate_nodes
 from forall._compat.dispatch_state import functions_off, is_functorch_wrapped
 from forall._compat.inference_mode import copy_if_inference
@@ -49,7 +45,7 @@ def vjp(
 ) -> tuple[R, Callable[..., tuple[*Ts]], X]: ...
 @overload
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any: ...
-@profiler.profile_calls(lambda func: str(TransformCall("vjp", func)))
+@define_transform_at_point()
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function and its pull-back, by reverse mode.
 
@@ -86,14 +82,6 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         >>> pull(torch.tensor([1.0, 0.0, 10.0]))       # (3,) -> (2,)
         (tensor([43.,  2.]),)
     """
-    argument_checks.check_callable("vjp", func)
-    if is_dynamo_compiling() and not functorch_interop.must_hand_over():
-        return dynamo_call.call_transform("vjp", {"has_aux": has_aux}, func, primals, {})
-    if functorch_interop.is_dynamo_listening():
-        with functorch_interop.run_eagerly():
-            return vjp(func, *primals, has_aux=has_aux)
-    if functorch_interop.must_hand_over():
-        return functorch_interop.call_torch_func("vjp", func, *primals, has_aux=has_aux)
     call = TransformCall("vjp", func)
     pull, value, aux = call_transform(
         record_pullback, call, make_replayable(func), primals, has_aux

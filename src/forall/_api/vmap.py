@@ -8,15 +8,14 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, mapped_inputs, ragged
 from forall._api.chunk_size import get_torch_chunk_size
+from forall._api.define_transform import define_transform
 from forall._api.execution import strategy
 from forall._api.execution.chunked_map import run_in_chunks
 from forall._api.execution.groups import Rollback, select_rows
 from forall._api.execution.loop_or_batch import SettledCalls
-from forall._api.execution.transform_decorator import collect_options, replay_transform
 from forall._api.nested_components import NestedExamples, group_by_shape
 from forall._api.subclass_arguments import (
     ExampleAttributes,
@@ -58,6 +57,21 @@ _NOTHING = nullcontext()
 _TENSOR = {torch.Tensor}
 
 
+_USUAL = {"chunk_size": None, "divergence": "split", "ragged": False, "max_steps": None}
+
+
+def _make_settled_calls(func: Callable, options: dict[str, Any]) -> SettledCalls | None:
+    """Return the calls that run as the loop without checks; None for options that need checks."""
+    in_dims, out_dims, randomness = (options[n] for n in ("in_dims", "out_dims", "randomness"))
+    free = {"in_dims": in_dims, "out_dims": out_dims, "randomness": randomness}
+    if type(randomness) is not str or options != {**free, **_USUAL}:
+        return None
+    dims = in_dims if type(in_dims) is tuple else (in_dims,)
+    is_plain = all(dim is None or type(dim) is int for dim in dims)
+    return SettledCalls(func, in_dims, out_dims) if is_plain else None
+
+
+@define_transform(settled=_make_settled_calls)
 def vmap(
     func: Callable[P, R],
     in_dims: Any = 0,
@@ -146,40 +160,27 @@ def vmap(
         >>> vmap(root)(torch.tensor([1.0, 4.0, 100.0]))
         tensor([ 1.,  2., 10.])
     """
-    given = collect_options(
-        "vmap",
-        in_dims=in_dims,
-        out_dims=out_dims,
-        randomness=randomness,
-        chunk_size=chunk_size,
-        divergence=divergence,
-        ragged=ragged,
-        max_steps=max_steps,
-    )
-    argument_checks.check_callable("vmap", func)
     argument_checks.check_randomness("vmap", randomness, keys=True)
     argument_checks.check_chunk_size("vmap", chunk_size)
     argument_checks.check_divergence("vmap", divergence)
     argument_checks.check_max_steps("vmap", max_steps)
 
-    how = in_dims, out_dims, randomness, chunk_size
-    return _make_mapped(func, given, how, VmapOptions(divergence, ragged, max_steps, None))
+    options = VmapOptions(divergence, ragged, max_steps, None)
 
-
-def _make_mapped(func: Callable, given: tuple, how: tuple, options: VmapOptions) -> Callable:
-    """Return the mapped function of `vmap`."""
-    settled = SettledCalls(func, *how[:2]) if can_settle(how, options) else None
-
-    @replay_transform(func, given, settled)
     def run_mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        return VmapSpec(func, *how).run(options, args, kwargs)
+        spec = VmapSpec(func, in_dims, out_dims, randomness, chunk_size)
+        return spec.run(options, args, kwargs)
 
-    if not is_dynamo_compiling():
-        vars(run_mapped)["__forall_run__"] = (
-            VmapSpec(func, *how).run,
-            options,
-        )  # what `explain` asks for
     return run_mapped
+
+
+def run_and_report(
+    func: Callable, options: dict[str, Any], args: tuple, kwargs: dict, report: Report
+) -> Any:
+    """Run one call of the mapped function with these options of `vmap`, and fill the report."""
+    spec = VmapSpec(func, *[options[name] for name in VmapSpec._fields[1:]])
+    how = VmapOptions(*[options[name] for name in VmapOptions._fields[:-1]], report)
+    return spec.run(how, args, kwargs)
 
 
 class VmapSpec(NamedTuple):
@@ -257,18 +258,6 @@ class VmapOptions(NamedTuple):
     def must_rerun(self, level: VmapLevel, error: BaseException | None) -> bool:
         """Return True if a run that ended with this error is to be run again, in groups."""
         return False
-
-
-_USUAL = VmapOptions("split", ragged=False, max_steps=None, report=None)
-
-
-def can_settle(how: tuple, options: VmapOptions) -> bool:
-    """Return True for arguments of `vmap` that `SettledCalls` supports."""
-    in_dims, _, randomness, chunk_size = how
-    dims = in_dims if type(in_dims) is tuple else (in_dims,)
-    if chunk_size is not None or type(randomness) is not str or options != _USUAL:
-        return False
-    return all(dim is None or type(dim) is int for dim in dims)
 
 
 class MappedArguments(NamedTuple):

@@ -113,13 +113,33 @@ class Calls:
         """Return True if it is known that no call will be replayed."""
         return self.replays is not None and self.replays.find_obstacle() is not None
 
-    def describe_replay(self, func: Any, eager: Callable) -> str:
+    def find_obstacle(self, func: Any, eager: Callable) -> None:
+        """Read ``func`` for what keeps its calls from being replayed, unless that was done."""
+        if self.replays is None:
+            self._make_replays(func, eager)
+
+    def describe_replay(self) -> str:
         """Describe how the calls are replayed, or why not; "" if that is not known yet."""
-        replays = self._make_replays(func, eager) if self.replays is None else self.replays
+        replays = self.replays
+        if replays is None:
+            return ""
         why = replays.find_obstacle()
         if why is not None:
             return f"no: {why}"
         return f"{replays.hits} calls so far" if replays.hits else ""
+
+    def describe_program(self, name: str, args: tuple, kwargs: dict, *, is_replayed: bool) -> str:
+        """Return the listing of the newest recorded program; "" if there is none.
+
+        The arguments are those of the last call, which ran that program if ``is_replayed``.
+        """
+        newest = None if self.replays is None else self.replays.newest
+        if newest is None:
+            return ""
+        from forall._jit.cache import cache_info  # it imports the recorder, which takes long
+
+        arguments = cache_info.describe_arguments(args, kwargs) if is_replayed else ".."
+        return cache_info.describe_entry(name, newest, arguments).text
 
     def _make_replays(self, func: Any, eager: Callable) -> AutoReplayCache:
         # It imports the recorder, which takes long.

@@ -69,7 +69,7 @@ def vmap_with_named_dims(
     return lambda *args, **kwargs: mapped(args, kwargs)
 
 
-def linearize_by_jvp(func: Callable, primals: tuple) -> tuple[Any, Callable]:
+def linearize_by_jvp(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """Linearize a function by torch.func.jvp, which is right under every transform.
 
     torch.func.linearize's own program is constant in the point of linearisation, and Dynamo cannot

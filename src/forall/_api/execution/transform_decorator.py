@@ -57,8 +57,19 @@ class ReplayableCalls(Protocol):
         """Return True if it is known that no call will be replayed."""
         ...
 
-    def describe_replay(self, func: Any, eager: Callable) -> str:
+    def find_obstacle(self, func: Any, eager: Callable) -> None:
+        """Read ``func`` for what keeps its calls from being replayed, unless that was done."""
+        ...
+
+    def describe_replay(self) -> str:
         """Describe how the calls are replayed, or why not; "" if that is not known yet."""
+        ...
+
+    def describe_program(self, name: str, args: tuple, kwargs: dict, *, is_replayed: bool) -> str:
+        """Return the listing of the newest recorded program; "" if there is none.
+
+        The arguments are those of the last call, which ran that program if ``is_replayed``.
+        """
         ...
 
 
@@ -98,6 +109,8 @@ class Transform(NamedTuple):
     """
 
     func: Callable
+    how: tuple  # the transform's name and options
+    eager: Callable  # runs one call of the function that is its first argument
     key: Hashable
     make: Callable[[Callable], Callable]  # the transform of another function
     calls: Callable[[], ReplayableCalls | None]  # its calls so far, None while the slot is empty
@@ -147,9 +160,13 @@ def find_calls(func: Any, key: Any) -> BoundCalls | None:
     return None if slot.make_finder is None else slot.make_finder(func, key).find()
 
 
-def call_or_replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
-    """Return ``eager(func, *args)``, replayed if it can be."""
-    found = find_calls(func, _read(how)[0]) if can_replay() else None
+def call_or_replay(
+    verb: str, func: Callable, eager: Callable, args: tuple, options: dict[str, Any]
+) -> Any:
+    """Return ``eager(func, *args, **options)``, replayed if it can be."""
+    if options:
+        eager = functools.partial(eager, **options)
+    found = find_calls(func, _make_point_key(verb, options)) if can_replay() else None
     if found is None:
         return call_transform(eager, func, *args)
     return found.calls.run(func, found.given, eager, args, {})
@@ -157,19 +174,24 @@ def call_or_replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> A
 
 def make_replayable(func: Callable) -> Callable:
     """Return the function with calls that are replayed if they can be, one autograd node each."""
-    found = find_calls(func, ()) if can_replay() else None
+    found = find_calls(func, _OF_FUNCTION) if can_replay() else None
     if found is None:
         return func
     calls, given = found
     return lambda *args: calls.run(func, given, operator.call, args, {})
 
 
-def collect_options(verb: str, **options: Any) -> tuple:
-    """Return the name and options of a transform, which tell it from others of its function.
+def find_point_calls(verb: str, func: Callable, options: dict[str, Any]) -> ReplayableCalls | None:
+    """Return the calls of ``func`` that `vjp`, `jvp` or `linearize` replays; None without any."""
+    found = find_calls(func, _OF_FUNCTION if verb == "vjp" else _make_point_key(verb, options))
+    return None if found is None else found.calls
 
-    A test compares ``options`` with the parameters of the signature.
-    """
-    return verb, *options.items()
+
+def _make_point_key(verb: str, options: dict[str, Any]) -> Any:
+    return _read((verb, *options.items()))[0]
+
+
+_OF_FUNCTION = ()  # the key of calls of a function itself, which `make_replayable` replays
 
 
 def _make_transform_key(how: tuple) -> Any:
@@ -251,9 +273,10 @@ def replay_transform(
 ) -> Callable[[Callable], Callable]:
     """Return a decorator for a transform of ``func``, which is replayed if it can be.
 
-    ``how`` are the transform's name and options. The decorated function runs one call of the
-    function that is its first argument. ``settled`` runs calls that need no checks, while nothing
-    is replayed. ``alone`` does the same by torch.autograd, for ordinary tensors without history.
+    ``how`` are the transform's name and options, see NOTE [the key of a transform]. The decorated
+    function runs one call of the function that is its first argument. ``settled`` runs calls that
+    need no checks, while nothing is replayed. ``alone`` does the same by torch.autograd, for
+    ordinary tensors without history.
     """
     return functools.partial(_make_transformed, func, how, settled=settled, alone=alone)
 
@@ -322,18 +345,23 @@ def _make_transformed(
     def calls() -> ReplayableCalls | None:
         return None if finder is None else (fixed or finder.find()).calls
 
-    def describe_replay() -> str:
-        """Describe how the calls are replayed, which `explain` asks for."""
-        found = calls()
-        return "" if found is None else found.describe_replay(func, eager)
-
-    made = vars(call_transformed)
-    made["__forall_transform__"] = Transform(
+    vars(call_transformed)["__forall_transform__"] = Transform(
         func,
+        how,
+        eager,
         None if may_change else key,
         lambda other: _make_transformed(other, (*how, _UNTOLD), eager),
         calls,
         alone,
     )
-    made["__forall_told__"] = describe_replay
     return call_transformed
+
+
+def describe_replay(transformed: Callable) -> str:
+    """Describe how calls of a transformed function are replayed, or why not; "" if unknown yet."""
+    record: Transform = vars(transformed)["__forall_transform__"]
+    calls = record.calls()
+    if calls is None:
+        return ""
+    calls.find_obstacle(record.func, record.eager)
+    return calls.describe_replay()

@@ -48,13 +48,14 @@ class Kind(NamedTuple):
         return self.text
 
 
-def describe_entry(name: str, recorded: CacheEntry) -> Kind:
+def describe_entry(name: str, recorded: CacheEntry, arguments: str | None = None) -> Kind:
     """The `Kind` of a recorded call, with its program as readable text."""
+    arguments = recorded.history.arguments if arguments is None else arguments
     count, times = len(recorded.program.nodes), recorded.history.times
-    head = f"{name}({recorded.history.arguments}): {count} operator{'' if count == 1 else 's'}"
+    head = f"{name}({arguments}): {count} operator{'' if count == 1 else 's'}"
     again = f", recorded {times} times" if times > 1 else ""
     text = f"{head}{again}\n{format_columns(_make_rows(recorded))}"
-    return Kind(recorded.history.arguments, count, times, None, text)
+    return Kind(arguments, count, times, None, text)
 
 
 def describe_eager_kind(name: str, arguments: str, why: str) -> Kind:

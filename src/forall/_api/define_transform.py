@@ -1,0 +1,126 @@
+"""The decorators that make a public transform of a function that does its own work alone.
+
+NOTE [the key of a transform]
+    Replay tells the calls of one function by the transform and its options. The options are read
+    from the transform's signature once, when it is defined, and their values are bound when it is
+    called. So a new keyword is part of the key as soon as it is in the signature.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import nullcontext
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from torch.compiler import is_dynamo_compiling
+
+from forall._api import argument_checks, dynamo_call
+from forall._api.execution.transform_decorator import find_point_calls, replay_transform
+from forall._compat import functorch_interop, profiler
+from forall._core.errors import TransformCall
+from forall._core.python_state import UnguardedState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._api.execution.transform_decorator import ReplayableCalls
+
+F = TypeVar("F", bound="Callable")
+_NOBODY = nullcontext()
+_AT_POINT: dict[Callable, _Definition] = {}
+
+
+def define_transform(
+    **makers: Callable[[Callable, dict[str, Any]], Any],
+) -> Callable[[F], F]:
+    """Return a decorator for a transform that returns the transformed function.
+
+    The decorated function checks its options, and returns a function that runs one call of the
+    function that is its first argument. Each of ``makers`` makes an argument of `replay_transform`
+    from the user's function and the options.
+    """
+
+    def decorate(make_eager: F) -> F:
+        own = _Definition(make_eager, makers)
+
+        @functools.wraps(make_eager)
+        def transform(func: Callable, *args: Any, **kwargs: Any) -> Callable:
+            argument_checks.check_callable(own.verb, func)
+            eager = own.function(func, *args, **kwargs)
+            options = own.bind_options(args, kwargs)
+            shortcuts = {}
+            if not is_dynamo_compiling():
+                shortcuts = {name: make(func, options) for name, make in own.makers.items()}
+            return replay_transform(func, (own.verb, *options.items()), **shortcuts)(eager)
+
+        return cast("F", transform)
+
+    return decorate
+
+
+def define_transform_at_point(by_torch: Callable | None = None) -> Callable[[F], F]:
+    """Return a decorator for a transform that is given the point too, and runs at once.
+
+    ``by_torch`` is the same by torch.func, with the transform's own parameters.
+    """
+
+    def decorate(run: F) -> F:
+        own = _Definition(run)
+        hand_over = by_torch or functools.partial(functorch_interop.call_torch_func, own.verb)
+
+        @functools.wraps(run)
+        def transform(func: Callable, *args: Any, **kwargs: Any) -> Any:
+            argument_checks.check_callable(own.verb, func)
+            if is_dynamo_compiling():
+                if functorch_interop.must_hand_over():
+                    return hand_over(func, *args, **kwargs)
+                options = own.bind_options(args, kwargs)
+                point = (*args, *[x for name, x in kwargs.items() if name not in options])
+                return dynamo_call.call_transform(own.verb, options, func, point, {})
+            listening, profiled = functorch_interop.is_dynamo_listening(), profiler.is_profiling()
+            with (
+                profiler.make_span(str(TransformCall(own.verb, func))) if profiled else _NOBODY,
+                functorch_interop.run_eagerly() if listening else _NOBODY,
+            ):
+                if functorch_interop.must_hand_over():
+                    return hand_over(func, *args, **kwargs)
+                return own.function(func, *args, **kwargs)
+
+        _AT_POINT[transform] = own
+        return cast("F", transform)
+
+    return decorate
+
+
+def is_transform_at_point(x: Any) -> bool:
+    """Return True for `vjp`, `jvp` and `linearize`."""
+    return type(x) is FunctionType and x in _AT_POINT
+
+
+def find_calls_at_point(
+    transform: Callable, func: Callable, args: tuple, kwargs: dict
+) -> ReplayableCalls | None:
+    """Return the calls that are counted with this one: ``transform(func, *args, **kwargs)``."""
+    own = _AT_POINT[transform]
+    return find_point_calls(own.verb, func, own.bind_options(args, kwargs))
+
+
+class _Definition(UnguardedState):
+    """A transform as it was defined, with its name and its options.
+
+    The options are the parameters with a default. See NOTE [the key of a transform].
+    """
+
+    def __init__(self, function: Callable, makers: dict[str, Callable] | None = None) -> None:
+        self.function, self.makers = function, makers or {}
+        self.verb = function.__name__
+        _, *parameters = inspect.signature(function).parameters.values()
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    def bind_options(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """Return the options of a call, all of them, in the order of the signature."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        return {name: given.get(name, default) for name, default in self.defaults.items()}

@@ -1,0 +1,143 @@
+"""`explain` of every transform: how a call ran, whether it was replayed, and why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import forall
+from forall import explain, grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
+from oracle import same
+
+X = torch.arange(1.0, 4.0)
+REPLAYED = "replayed: the recorded program ran in the place of the function"
+
+
+def scalar(x):
+    return x.square().sum() * x[0]
+
+
+def printing(x):
+    print(end="")
+    return x.square().sum()
+
+
+def explain_often(transformed, *args):
+    """Explain calls until they are replayed, and return the last explanation."""
+    return [explain(transformed)(*args) for _ in range(8)][-1]
+
+
+RETURNED = {
+    "grad": grad,
+    "grad_and_value": forall.grad_and_value,
+    "jacrev": jacrev,
+    "jacfwd": jacfwd,
+    "jacobian": forall.jacobian,
+    "hessian": hessian,
+    "hessian_diag": forall.hessian_diag,
+    "laplacian": forall.laplacian,
+    "per_example_grad_norm": lambda f: forall.per_example_grad_norm(f, in_dims=(0,)),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_transform_is_explained_with_its_result(name, at_once):
+    f = RETURNED[name](scalar)
+    x = X.repeat(2, 1) if name == "per_example_grad_norm" else X
+    wanted = f(x)
+    e = explain(f)(x)
+    same(e.result, wanted)
+    assert e.ways == ("as it is",)
+    e = explain_often(f, x)
+    same(e.result, wanted)
+    assert e.call == f"{name}(scalar)"
+    assert (e.examples, e.partings, e.groups) == (0, (), ())
+    assert e.ways == (REPLAYED,)
+    assert e.replay.endswith("calls so far")
+    assert f"{name}(scalar)(float32{[*x.shape]}): " in e.program
+    assert str(e).startswith(f"{name}(scalar)\n\nhow it ran\n    {REPLAYED}\n\nreplayed\n    ")
+
+
+@pytest.mark.parametrize("name", sorted({*RETURNED} - {"per_example_grad_norm"}))
+def test_a_call_that_is_not_replayed_tells_why_and_where(name, at_once):
+    e = explain_often(RETURNED[name](printing), X)
+    assert e.ways == ("as it is",)
+    assert e.replay.startswith("no: printing uses print (")
+    assert e.replay.endswith(f"test_explained_calls.py:{printing.__code__.co_firstlineno})")
+    assert e.program == ""
+
+
+@pytest.mark.parametrize(
+    ("transform", "point"), [(vjp, (X,)), (jvp, ((X,), (X,))), (linearize, (X,))]
+)
+def test_a_transform_at_a_point_is_explained(transform, point, at_once):
+    for f, is_replayed in ((scalar, True), (printing, False)):
+        e = explain_often(transform, f, *point)
+        same(e.result[0], f(X))
+        assert e.call == f"{transform.__name__}({f.__name__})"
+        assert (e.ways == (REPLAYED,)) is is_replayed
+        assert ("calls so far" if is_replayed else "printing uses print (") in e.replay
+        assert bool(e.program) is is_replayed
+
+
+def test_options_of_a_transform_at_a_point_count_for_what_is_explained(at_once):
+    def with_aux(x):
+        return x.sin(), x
+
+    for _ in range(8):
+        jvp(with_aux, (X,), (X,), has_aux=True)
+    assert explain(jvp)(with_aux, (X,), tangents=(X,), has_aux=True).ways == (REPLAYED,)
+    assert explain(jvp)(with_aux, (X,), (X,)).ways == ("as it is",)
+
+
+def test_a_jitted_function_is_explained():
+    f = jit(scalar)
+    e = explain(f)(X)
+    assert (e.call, e.ways) == ("jit(scalar)", ("as it is, and recorded for later calls",))
+    e = explain(f)(X)
+    assert e.result.equal(scalar(X))
+    assert (e.ways, e.replay) == ((REPLAYED,), "1 calls so far")
+    assert e.program == str(f.kinds()[0])
+
+
+def test_a_jitted_function_that_is_not_recorded_tells_why():
+    f = jit(lambda x: x * x.mean().item())
+    with pytest.warns(forall.PerformanceWarning):
+        f(X)
+    e = explain(f)(X)
+    assert e.ways == ("as it is",)
+    assert e.replay == f"no: {f.kinds()[0].why}"
+    assert e.program == ""
+
+
+def test_nested_transforms_are_explained_by_all_their_names():
+    assert explain(grad(grad(lambda x: x**3)))(X[0]).call == "grad(grad(<lambda>))"
+    assert explain(jit(vmap(grad(scalar))))(X[None]).call == "jit(vmap(grad(scalar)))"
+    e = explain(vmap(grad(scalar)))(X[None])
+    assert (e.call, e.examples) == ("vmap(grad(scalar))", 1)
+    assert explain(grad(lambda w: vmap(jit(scalar))(w[None]).sum()))(X).result.equal(
+        grad(scalar)(X)
+    )
+
+
+def test_an_explained_call_is_made_once():
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return x.sum()
+
+    for number, explained in enumerate((grad(f), hessian(f), jacrev(f)), 1):
+        explain(explained)(X)
+        assert len(calls) == number
+
+
+def test_what_a_call_raises_is_raised():
+    with pytest.raises(RuntimeError, match="must return a scalar"):
+        explain(grad(torch.sin))(X)
+
+
+def test_without_replay_nothing_is_told_of_it(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", False)
+    e = explain(grad(scalar))(X)
+    assert (e.ways, e.replay, e.program) == (("as it is",), "", "")
