@@ -10,6 +10,7 @@ from forall._api import explain_plot
 from forall._api.execution import loop_or_batch
 from forall._api.execution.auto_replay import replay_transform
 from forall._core import config
+from forall._core.code_table import find_code
 from forall._core.errors import format_columns, format_short, name_of, type_name_of
 from forall._divergence.converted_call import collect_report
 from forall._divergence.report import Report, format_range
@@ -156,7 +157,7 @@ def _make_explanation(mapped: Callable, report: Report, result: Any) -> Explanat
         tuple(report.refused.values()),
         tuple(report.again.items()),
         vars(mapped)["__forall_told__"]() if config.now.replay else "",
-        loop_or_batch.describe_choice(loop_or_batch.find_code(func), size),
+        loop_or_batch.describe_choice(find_code(func), size),
         tuple(sorted(report.scalar)),
     )
 
