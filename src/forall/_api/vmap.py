@@ -202,7 +202,8 @@ class VmapSpec(NamedTuple):
         told = options._replace(ragged=True) if NestedExamples in kinds else options
         whole = MappedCall(func, arguments, places, CallRandomness(randomness), origin, told)
         found = run_mapped_call(whole) if chunk_size is None else run_in_chunks(whole, chunk_size)
-        result = pytree.unflatten(*found)
+        leaves, spec = found
+        result = leaves[0] if spec is pytree.LEAF else pytree.unflatten(leaves, spec)
         if not whole.options.ragged:
             return result
         return ragged.nest_results(places.call, result, arguments.leaves, always=options.ragged)

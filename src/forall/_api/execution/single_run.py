@@ -92,7 +92,8 @@ def run_once(call: MappedCall) -> tuple[list, Any]:
         args, kwargs = arguments.unflatten(examples)
         result = call.func(*args, **kwargs)
     _give_back_history(arguments, entered, level, call.origin)
-    results, spec = pytree.flatten(result)
+    is_leaf = type(result) is BatchedTensor
+    results, spec = ([result], pytree.LEAF) if is_leaf else pytree.flatten(result)
     if spec.type is not None:
         mapped_inputs.check_contexts(call.places, spec)
     left = []
