@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forall._api.execution import strategy
+from forall._api.execution import converted_run
 from forall._divergence import Refusal
 
 # The mark of tests about code that has no converted form.
@@ -24,5 +24,5 @@ def only_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(*_: Any, **__: Any) -> Refusal:
         return Refusal("a test wants groups", f"{__file__}:1")
 
-    monkeypatch.setattr(strategy, "convert", convert)
-    monkeypatch.setattr(strategy, "warn_of_groups", lambda *_: None)
+    monkeypatch.setattr(converted_run, "convert", convert)
+    monkeypatch.setattr(converted_run, "warn_of_groups", lambda *_: None)

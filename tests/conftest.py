@@ -19,7 +19,7 @@ import torch
 import forall
 from by_groups import GAPS
 from device import fakedev
-from forall._api.execution import strategy
+from forall._api.execution import converted_run
 from forall._auto_replay import policy
 from forall._jit import deadline
 from forall._jit.backends import torchscript
@@ -113,8 +113,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if crc32(item.nodeid.encode()) % 2:
         torchscript.LENGTH, torchscript.CALLS = 1, 0
     own = policy.AutoReplayCache
-    failed: list[strategy.Obstacle] = []
-    warn, strategy.warn_of_groups = strategy.warn_of_groups, _heard(failed)
+    failed: list[converted_run.Obstacle] = []
+    warn, converted_run.warn_of_groups = converted_run.warn_of_groups, _heard(failed)
     if BY_JIT and not ASIDE & _folders(item):
         import by_jit
 
@@ -125,7 +125,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             assert not failed, f"the conversion failed by an error of its own: {failed[0]}"
         return result
     finally:
-        strategy.warn_of_groups = warn
+        converted_run.warn_of_groups = warn
         deadline.SECONDS_ALLOWED = slack
         forall.config.replay, torchscript.LENGTH, torchscript.CALLS = before
         policy.AutoReplayCache = own
@@ -142,11 +142,11 @@ def pytest_runtest_teardown() -> Iterator[None]:
             torch.set_default_device(DEVICE)
 
 
-def _heard(failed: list[strategy.Obstacle]) -> Callable:
-    """`strategy.warn_of_groups`, which notes conversions given up for an error inside forall."""
-    warn = strategy.warn_of_groups
+def _heard(failed: list[converted_run.Obstacle]) -> Callable:
+    """Return `warn_of_groups` that notes conversions given up for an error inside forall."""
+    warn = converted_run.warn_of_groups
 
-    def heard(call: Any, why: strategy.Obstacle) -> None:
+    def heard(call: Any, why: converted_run.Obstacle) -> None:
         if why.is_internal:
             failed.append(why)
         warn(call, why)

@@ -958,7 +958,7 @@ def test_what_records_calls_leaves_those_alone_that_are_faster_as_the_loop(monke
     original = loop_or_batch._try_together
     monkeypatch.setattr(loop_or_batch, "_try_together", lambda *a: ran.append(1) or original(*a))
     monkeypatch.setattr(
-        "forall._api.execution.strategy._run_converted_or_groups",
+        "forall._api.execution.strategy._run_diverging",
         lambda *_, **__: pytest.fail("run together"),
     )
     for _ in range(20):

@@ -65,9 +65,9 @@ def again(monkeypatch):
     times = []
     in_groups, rerun = strategy.run_in_groups, interface.run_per_group
 
-    def counted(call, groups):
+    def counted(call):
         times.append("call")
-        return in_groups(call, groups)
+        return in_groups(call)
 
     def joined(call, join):
         return rerun(call, lambda parts: times.append("part") or join(parts))

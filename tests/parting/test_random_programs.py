@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import forall
-from forall._api.execution import strategy
+from forall._api.execution import converted_run
 from oracle import difference, loop
 from parting.programs import Numbers, Writer, compiled, inputs, limited, shorter, source
 from parting.truth import gradient, jacobian, total
@@ -55,14 +55,17 @@ def gradients(f: Callable, seed: int, *, mapped: bool) -> Any:
 
 
 @contextlib.contextmanager
-def obstacles() -> Iterator[list[strategy.Obstacle]]:
+def obstacles() -> Iterator[list[converted_run.Obstacle]]:
     """Why calls in the body were not run converted, which is not warned of."""
-    found: list[strategy.Obstacle] = []
-    before, strategy.warn_of_groups = strategy.warn_of_groups, lambda _call, why: found.append(why)
+    found: list[converted_run.Obstacle] = []
+    before, converted_run.warn_of_groups = (
+        converted_run.warn_of_groups,
+        lambda _call, why: found.append(why),
+    )
     try:
         yield found
     finally:
-        strategy.warn_of_groups = before
+        converted_run.warn_of_groups = before
 
 
 def outcome(call: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import functions_off
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
-from forall._divergence import convert_if_running
+from forall._divergence import convert_if_running, thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ class DiffLeaves:
         self, call: TransformCall, tree: Any, asked: tuple, error: type[Exception] = RuntimeError
     ) -> None:
         is_leaf = type(tree) is torch.Tensor
-        self.leaves, self.spec = ([tree], _LEAF) if is_leaf else flatten_without_escaped(tree)
+        self.leaves, self.spec = ([tree], pytree.LEAF) if is_leaf else flatten_without_escaped(tree)
         self.at: list[int] = []
         self.tensors: list[torch.Tensor] = []
         with functions_off():
@@ -62,10 +62,7 @@ class DiffLeaves:
     def _fill_leaves(self, leaves: list, new: Any) -> Any:
         for i, x in zip(self.at, new, strict=True):
             leaves[i] = x
-        return leaves[0] if self.spec is _LEAF else pytree.unflatten(leaves, self.spec)
-
-
-_LEAF = pytree.flatten(0)[1]
+        return leaves[0] if self.spec is pytree.LEAF else pytree.unflatten(leaves, self.spec)
 
 
 class DiffArguments(DiffLeaves):
@@ -103,7 +100,7 @@ class DiffArguments(DiffLeaves):
         args, kwargs = replace_arguments(
             self.args, self.kwargs, self.places, self.replace_tensors(new)
         )
-        return convert_if_running(func)(*args, **kwargs)
+        return (convert_if_running(func) if thread.runs else func)(*args, **kwargs)
 
 
 def pick_arguments(args: tuple, kwargs: dict, places: ArgPlaces) -> Any:

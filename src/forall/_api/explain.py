@@ -14,6 +14,7 @@ from forall._api.execution import loop_or_batch
 from forall._api.execution.transform_decorator import describe_replay, find_transform
 from forall._api.vmap import run_and_report
 from forall._core import config
+from forall._core.code_table import find_code
 from forall._core.errors import format_columns, format_short, name_of, type_name_of
 from forall._core.python_state import is_ours
 from forall._divergence.converted_call import collect_report
@@ -198,7 +199,7 @@ def _explain_mapped(mapped: Callable, how: Transform, /, *args: Any, **kwargs: A
         result,
         tuple(report.ways) or ("by torch's own vmap, which tells nothing",),
         describe_replay(mapped) if config.now.replay else "",
-        measured=loop_or_batch.describe_choice(loop_or_batch.find_code(func), size),
+        measured=loop_or_batch.describe_choice(find_code(func), size),
         converted=tuple(f for f in functions if not f.why),
         refused=tuple(f for f in functions if f.why),
         again=tuple(report.again.items()),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import islice
-from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,46 +10,27 @@ import torch
 from forall._api import argument_checks, mapped_inputs, ragged
 from forall._api.chunk_size import get_torch_chunk_size
 from forall._api.define_transform import define_transform
-from forall._api.execution import strategy
 from forall._api.execution.chunked_map import run_in_chunks
-from forall._api.execution.groups import Rollback, select_rows
 from forall._api.execution.loop_or_batch import SettledCalls
-from forall._api.nested_components import NestedExamples, group_by_shape
-from forall._api.subclass_arguments import (
-    ExampleAttributes,
-    find_example_attributes,
-    stack_by_class,
-)
+from forall._api.execution.mapped_call import MappedArguments, MappedCall, VmapOptions
+from forall._api.execution.strategy import run_mapped_call
+from forall._api.nested_components import NestedExamples
 from forall._api.typing import Chunk, P, R
 from forall._compat import (
     functorch_interop,
     pytree,
-    tensordict,
     trace_modes,
 )
-from forall._compat.dispatch_state import functions_off
-from forall._compat.private_api import count_dispatch_modes
-from forall._compat.tensor_subclass import is_of_users_class, restore_users_class, strip_users_class
-from forall._compat.wrapper_tensor import Wrapper
+from forall._compat.tensor_subclass import is_of_users_class
 from forall._core.call_site import find_users_instruction
 from forall._core.errors import CallOrigin, TransformCall
-from forall._core.levels import stack
-from forall._core.sparse_operands import COMPRESSED
-from forall._divergence.batched_scalar import BatchedScalar, number_to_tensor
-from forall._random.key_scope import enter_scope, scopes
-from forall._vmap import boundary
-from forall._vmap.batched_tensor import BatchedTensor, replace_ended_args
-from forall._vmap.concretize_listeners import StepLimit, TracerListener, add_listeners
-from forall._vmap.dispatch import run_vmap_level
-from forall._vmap.mutation.mutation_log import get_memory_key
 from forall._vmap.randomness import CallRandomness
-from forall._vmap.vmap_level import VmapConfig, VmapLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from forall._divergence.report import Report
-    from forall._vmap.concretize_listeners import Listener
+
 
 _NOTHING = nullcontext()
 _TENSOR = {torch.Tensor}
@@ -224,228 +203,10 @@ class VmapSpec(NamedTuple):
         numbers: Any = range(size) if type(size) is int else trace_modes.SymbolicRange(size)
         origin = CallOrigin(call, find_users_instruction(), numbers, size)
         told = options._replace(ragged=True) if NestedExamples in kinds else options
-        whole = VmapCall(func, arguments, places, CallRandomness(randomness), origin, told)
-        result = whole.run() if chunk_size is None else run_in_chunks(whole, chunk_size)
+        whole = MappedCall(func, arguments, places, CallRandomness(randomness), origin, told)
+        found = run_mapped_call(whole) if chunk_size is None else run_in_chunks(whole, chunk_size)
+        leaves, spec = found
+        result = leaves[0] if spec is pytree.LEAF else pytree.unflatten(leaves, spec)
         if not whole.options.ragged:
             return result
         return ragged.nest_results(places.call, result, arguments.leaves, always=options.ragged)
-
-
-class VmapOptions(NamedTuple):
-    """The options for running examples that diverge."""
-
-    divergence: str
-    ragged: bool
-    max_steps: int | None
-    report: Report | None
-
-    retries_on_oom = False  # True if a run is undone when memory does not suffice
-
-    def listen_to_tests(self, func: Callable, level: VmapLevel) -> Any:
-        """Return a context in which listeners are notified of tests on values."""
-        listeners: list[Listener] = []
-        if count_dispatch_modes() and trace_modes.is_tracer_on():
-            listeners.append(TracerListener(TransformCall("vmap", func)))
-        if self.max_steps is not None:
-            call = TransformCall("vmap", func, max_steps=self.max_steps)
-            level.state.limit = StepLimit(call, level, self.max_steps)
-            listeners.append(level.state.limit)
-        if self.report is not None:
-            self.report.begin_run(level)
-            listeners.append(self.report)
-        return add_listeners(listeners) if listeners else _NOTHING
-
-    def must_rerun(self, level: VmapLevel, error: BaseException | None) -> bool:
-        """Return True if a run that ended with this error is to be run again, in groups."""
-        return False
-
-
-class MappedArguments(NamedTuple):
-    """The arguments of a call, each with the dim that counts its examples, or None."""
-
-    leaves: list
-    spec: Any
-    dims: list
-    size: int
-    given: tuple  # args and kwargs, as they came
-    looks: dict[int, ExampleAttributes]  # by the position of a leaf of a class of the user's
-
-    def strip_user_classes(self, call: TransformCall) -> MappedArguments:
-        """Return the arguments as plain tensors, with the user's classes noted in ``looks``."""
-        found = {
-            i: find_example_attributes(call, leaf, dim, self.size)
-            for i, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True))
-            if dim is not None and is_of_users_class(leaf)
-        }
-        leaves = [strip_users_class(x) if i in found else x for i, x in enumerate(self.leaves)]
-        return self._replace(leaves=leaves, looks=found)
-
-    def unflatten(self, entered: list) -> tuple[tuple, dict]:
-        """Return args and kwargs of an example; arguments without mapped leaves are the same."""
-        old, old_named = self.given
-        if not old_named and len(old) == len(entered) and all(map(is_, old, self.leaves)):
-            return tuple(entered), {}
-        args, kwargs = pytree.unflatten(entered, tensordict.make_example_spec(self.spec, self.dims))
-        if None not in self.dims:
-            return args, kwargs
-        by_place, by_name = (s.children() for s in self.spec.children())
-        left = iter(self.dims)
-        kept = [
-            all(d is None for d in [*islice(left, child.num_leaves)])
-            for child in (*by_place, *by_name)
-        ]
-        n = len(args)
-        args = tuple(o if k else a for o, a, k in zip(old, args, kept[:n], strict=True))
-        named = {key: old_named[key] for key, k in zip(kwargs, kept[n:], strict=True) if k}
-        return args, {**kwargs, **named}
-
-
-class VmapCall(NamedTuple):
-    """One call of a mapped function, on all or some of its examples."""
-
-    func: Callable
-    arguments: MappedArguments
-    places: mapped_inputs.OutDims
-    draws: CallRandomness
-    origin: CallOrigin
-    options: VmapOptions
-
-    def some(self, numbers: Sequence[int]) -> VmapCall:
-        """Return the call on some of the examples, from 0: views for a range, else copies."""
-        arguments, origin = self.arguments, self.origin
-        leaves = [
-            leaf if dim is None else _select_examples(leaf, dim, numbers)
-            for leaf, dim in zip(arguments.leaves, arguments.dims, strict=True)
-        ]
-        if isinstance(numbers, range):
-            known = origin.numbers[numbers.start : numbers.stop]
-        elif origin.numbers == range(origin.size):
-            known = numbers
-        else:
-            known = [origin.numbers[n] for n in numbers]
-        return self._replace(
-            arguments=arguments._replace(
-                leaves=leaves,
-                size=len(numbers),
-                looks={
-                    i: found.select_attributes(lambda t: _select_examples(t, 0, numbers))
-                    for i, found in arguments.looks.items()
-                },
-            ),
-            origin=origin._replace(numbers=known),
-        )
-
-    def run(self) -> Any:
-        """Run all examples at once, or in groups if they diverge or have several shapes."""
-        components = [x for x in self.arguments.leaves if type(x) is NestedExamples]
-        if components:
-            return pytree.unflatten(*strategy.run_groups(self, group_by_shape(components)))
-        return pytree.unflatten(*strategy.run_mapped_call(self))
-
-    def run_once(self) -> tuple[list, Any]:
-        """Run the function once; raise `Groups` if its examples diverge."""
-        config = VmapConfig(self.draws.flag, diverges=self.options.divergence == "split")
-        level = VmapLevel(self.arguments.size, config, stack.top)
-        level.origin = self.origin
-        scope = level.state.scope = self.draws.scope(level, self.origin.numbers)
-        drawing = _NOTHING if scope is scopes.running else enter_scope(scope)
-        listening = self.options.listen_to_tests(self.origin.call.func, level)
-        arguments = self.arguments
-        entered = list(arguments.leaves)
-        for i, dim in enumerate(arguments.dims):
-            if dim is not None:
-                leaf = arguments.leaves[i]
-                level.state.mutation_log.arguments.append(leaf)
-                if leaf.layout in COMPRESSED:
-                    leaf = leaf.to_sparse()  # only coordinates have one tensor for all examples
-                entered[i] = boundary.stack_to_example(leaf, dim, level)
-        examples = entered
-        if arguments.looks:
-            examples = [*entered]
-            for i, found in arguments.looks.items():
-                examples[i] = found.put_on_example(entered[i], level)
-        with (
-            Rollback(self, level),
-            functorch_interop.run_eagerly(),
-            run_vmap_level(level),
-            drawing,
-            listening,
-        ):
-            # Classes of the user's may look at examples where they are put together.
-            args, kwargs = arguments.unflatten(examples)
-            result = self.func(*args, **kwargs)
-        _give_back_history(arguments, entered, level, self.origin)
-        results, spec = pytree.flatten(result)
-        if spec.type is not None:
-            mapped_inputs.check_contexts(self.places, spec)
-        left = []
-        seen: set[int] = set()
-        places = self.places.expand_to_leaves(spec)
-        for r, place in zip(results, places, strict=True):
-            if type(r) is BatchedScalar:
-                r = number_to_tensor(r)
-            elif isinstance(r, (int, float, complex)) and place is not None:
-                r = torch.tensor(r)
-            result = _take_out_result(r, place, level, self.places, seen)
-            if self.options.ragged and place is not None and isinstance(result, torch.Tensor):
-                result = ragged.split_examples(result, place)
-            left.append(result)
-        if spec.type is None:
-            return left, spec
-        return left, tensordict.make_batch_spec(spec, places, level.size)
-
-
-def _select_examples(leaf: Any, dim: int, numbers: Sequence[int]) -> Any:
-    if isinstance(leaf, NestedExamples):
-        return leaf.some(numbers)
-    if isinstance(numbers, range):
-        return leaf.narrow(dim, numbers.start, len(numbers))
-    return select_rows(leaf, dim, numbers)
-
-
-def _give_back_history(
-    arguments: MappedArguments, entered: list, level: VmapLevel, origin: CallOrigin
-) -> None:
-    """Give the caller's tensors the history of writes into their examples."""
-    changed = []
-    with functions_off():
-        for leaf, dim, example in zip(arguments.leaves, arguments.dims, entered, strict=True):
-            if dim is None or example.grad_fn is None:
-                continue
-            if boundary.hand_back_history(example, leaf, dim, level):
-                changed.append(leaf)
-    for leaf in changed:
-        twins = [x for x in arguments.leaves if isinstance(x, torch.Tensor)]
-        if sum(get_memory_key(x) == get_memory_key(leaf) for x in twins) > 1:
-            raise mapped_inputs.make_written_twice_error(origin.call, leaf)
-
-
-def _take_out_result(
-    r: Any, place: int | None, level: VmapLevel, places: mapped_inputs.OutDims, seen: set[int]
-) -> Any:
-    if not isinstance(r, torch.Tensor):
-        return mapped_inputs.pass_through(places, r, level)
-    with functions_off():  # who asks a value of an ended level has what is left of it made
-        is_nested = r.is_nested
-    if is_nested:
-        raise mapped_inputs.make_nested_error(places.call, r)
-    known = r
-    if type(r) is not BatchedTensor and is_of_users_class(r):
-        r = strip_users_class(r)
-    if isinstance(r, Wrapper) and r.level is not level:
-        if r.level.root is level:
-            r = r.level.complete_gradient_for(r, level)  # a derivative of some of the examples
-        elif place is not None:
-            ((r,), _) = replace_ended_args(f"the result of {places.call}", (r,), {})
-    if place is None:
-        return restore_users_class(mapped_inputs.keep_unmapped(places, r, level), known)
-    with functions_off():
-        rank = r.dim() + 1
-    if not -rank <= place < rank:
-        raise mapped_inputs.make_out_dim_error(places.call, r, place)
-    made = boundary.example_to_stack(r, place % rank, level)
-    memory = id(getattr(r, "family", None) or r)
-    if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both
-        made = made.clone()
-    seen.add(memory)
-    return made if known is r else stack_by_class(known, made, place % rank, level)

@@ -395,7 +395,8 @@ def detach_from_run(results: Any, run: VariableScope, outer_grad: bool) -> Any:
         return results
     with functions_off():
         recorded: list[tuple[Any, torch.Tensor]] = []
-        for t in pytree.get_leaves(results):
+        is_leaf = type(results) is torch.Tensor or isinstance(results, Wrapper)
+        for t in (results,) if is_leaf else pytree.get_leaves(results):
             bare = unwrap_posed(t) if posing.used else t
             if isinstance(t, torch.Tensor) and bare.requires_grad:
                 recorded.append((t, bare))

@@ -69,7 +69,7 @@ def install_checkpoint_hooks(
 
     @functools.wraps(_engine)
     def engine(outputs: Any, given: Any, retain: Any, create_graph: bool, *args: Any, **kw: Any):
-        threads = one_thread() if exception_safety.has_called_transform() else nullcontext()
+        threads = one_thread() if exception_safety.first_call.was_made else nullcontext()
         with threads, modes(), hooks(outputs, create_graph):
             return _engine(outputs, given, retain, create_graph, *args, **kw)
 

@@ -61,16 +61,17 @@ def materialize_tangent(a: Any) -> Any:
     return attach_tangent(primal, torch.zeros_like(primal))
 
 
+LAZY_KEYS = (CONJUGATE, NEGATIVE, ZEROS)
+
+
 def set_lazy_bits(on: bool) -> None:
     """Switch on or off that kernels look at the conj, neg and zero bits of their tensors.
 
     Inside a Python handler kernels do not: for the handler's own tensors the bits are resolved. But
     many a kernel (``pinv``, complex ``lstsq``) calls others with a lazy conjugate that it made.
     """
-    off = not on
-    set_excluded(CONJUGATE, off)
-    set_excluded(NEGATIVE, off)
-    set_excluded(ZEROS, off)
+    for key in LAZY_KEYS:
+        set_excluded(key, not on)
 
 
 def call_with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:

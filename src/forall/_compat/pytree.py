@@ -165,6 +165,9 @@ def _walk(node: Any, found: list[Any]) -> Any:
     return None
 
 
+LEAF = flatten(0)[1]  # the spec of a tree that is a leaf
+
+
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     """Return the tree of this spec with these leaves."""
     given = list(leaves)

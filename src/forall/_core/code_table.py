@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from types import CodeType
-from typing import TYPE_CHECKING, Generic, TypeVar, overload
+import functools
+import inspect
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from weakref import ref
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +66,19 @@ class CodeSet(CodeTable[None]):
         """Add this code object to the set."""
         if code not in self:
             self[code] = None
+
+
+def find_code(func: Any) -> CodeType | None:
+    """Return the code of a function, which identifies it even if it is created with each call."""
+    if type(func) is BuiltinFunctionType:
+        return None
+    if type(func) is not FunctionType or "__wrapped__" in vars(func):
+        func = inspect.unwrap(func)
+        while isinstance(func, functools.partial):
+            func = inspect.unwrap(func.func)
+        if isinstance(func, torch.nn.Module):
+            func = type(func).forward
+    return getattr(getattr(func, "__func__", func), "__code__", None)
 
 
 def walk_codes(code: CodeType) -> Iterator[CodeType]:

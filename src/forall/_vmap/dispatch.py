@@ -24,9 +24,10 @@ from forall._compat.dispatch_state import (
     is_accumulating,
     is_excluded,
     is_in_backward,
+    set_excluded,
 )
 from forall._compat.jagged_layout import Jagged
-from forall._compat.lazy_bits import call_with_lazy_bits, copy_lazy_bits, set_lazy_bits
+from forall._compat.lazy_bits import LAZY_KEYS, call_with_lazy_bits, copy_lazy_bits
 from forall._compat.op_schema import find_written_tensors, get_facts
 from forall._compat.private_api import pop_functions, push_functions
 from forall._compat.storage import is_saving_storage
@@ -313,11 +314,13 @@ class Operations(VmapLevel):
                 return handler(self, func, args, kwargs)
         if not is_excluded(CONJUGATE):
             return handler(self, func, args, kwargs)
-        set_lazy_bits(True)  # as `call_with_lazy_bits` does, at less for each operator
+        for key in LAZY_KEYS:  # as `call_with_lazy_bits` does, at less for each operator
+            set_excluded(key, False)
         try:
             return handler(self, func, args, kwargs)
         finally:
-            set_lazy_bits(False)
+            for key in LAZY_KEYS:
+                set_excluded(key, True)
 
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with tensors from outside that carry a derivative in their shared form."""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._api.chunk_size import make_chunks
-from forall._api.execution.groups import OptionsOverride, join_groups
-from forall._compat import pytree, rng_state
+from forall._api.execution.groups import join_groups
+from forall._api.execution.mapped_call import OptionsOverride
+from forall._api.execution.strategy import run_mapped_call
+from forall._compat import rng_state
 from forall._compat.storage import empty_cache, has_allocated_on_accelerator, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -26,12 +28,12 @@ class OutOfMemoryRetry(OptionsOverride):
     retries_on_oom = True
 
 
-def run_in_chunks(call: MappedCall, chunk: Chunk) -> Any:
-    """Run all examples in chunks, and return their results."""
+def run_in_chunks(call: MappedCall, chunk: Chunk) -> tuple[list, Any]:
+    """Run all examples in chunks, and return the leaves and the tree of their results."""
     size = call.arguments.size
     chunks = make_chunks(chunk)
     if size <= 1 or chunks is None or (chunks.size != "auto" and chunks.size >= size):
-        return call.run()
+        return run_mapped_call(call)
     if chunks.size == "auto":
         call = call._replace(options=OutOfMemoryRetry(call.options))
     same = call.draws.flag == "same"
@@ -44,11 +46,10 @@ def run_in_chunks(call: MappedCall, chunk: Chunk) -> Any:
             )  # the same for all examples, not only for a chunk of them
         with rng_state.record_new_states(drawn):
             part = call if len(numbers) == size else call.some(numbers)
-            return numbers, *pytree.flatten(part.run())
+            return numbers, *run_mapped_call(part)
 
     parts = [*run_each_chunk(one, size, chunks, call.arguments.leaves, "example")]
-    flat, spec = join_groups(call.places, parts)
-    return pytree.unflatten(flat, spec)
+    return join_groups(call.places, parts)
 
 
 def run_each_chunk(

@@ -8,157 +8,51 @@ from before the call, those are undone too, and the examples run one after anoth
 
 from __future__ import annotations
 
-from array import array
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._api import mapped_inputs
+from forall._api.execution.mapped_call import OptionsOverride, make_index
+from forall._api.execution.single_run import (
+    DivergedGroups,
+    StateSnapshot,
+    must_retry,
+    run_once,
+)
 from forall._api.memory_budget import suspend_memory_limit
 from forall._api.nested_components import NestedExamples
 from forall._api.ragged import RaggedResult, merge_ragged
-from forall._compat import pytree, rng_state, trace_modes
+from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
-from forall._compat.storage import is_out_of_memory
-from forall._core.divergence import TimeExceeded
-from forall._core.levels import has_any_tangent, run_outside, stack, top
-from forall._core.python_state import PythonSnapshot
+from forall._core.levels import has_any_tangent
 from forall._vmap.failing_example import name_example
-from forall._vmap.mutation.mutation_log import get_memory_key, take_log_snapshots
+from forall._vmap.mutation.mutation_log import get_memory_key
 from forall._vmap.mutation.pending_updates import find_logging_level, is_shared_external
 from forall._vmap.mutation.rollback import GroupEffects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     from forall._api.execution.mapped_call import MappedCall
     from forall._api.mapped_inputs import OutDims
-    from forall._core.call_site import SourceLine
     from forall._vmap.mutation.mutation_log import MutationLog
-    from forall._vmap.vmap_level import VmapLevel
 
     Tensor = torch.Tensor
     Part = tuple[Sequence[int], list, Any]  # numbers of examples, the results' leaves, their tree
 
 
-_NOTHING = nullcontext()
-
-
-class DivergedGroups(BaseException):
-    """A signal that a run ended because its examples diverged into these groups, and why.
-
-    ``why`` is the line where they diverged, or an error.
-    """
-
-    def __init__(self, groups: list[list[int]], why: SourceLine | BaseException | None) -> None:
-        super().__init__(groups)
-        self.groups = groups
-        self.why = why
-
-
-class StateSnapshot:
-    """A snapshot of Python's state, random states and outer logs that a call may change."""
-
-    __slots__ = ("drawn", "marks", "python")
-
-    def __init__(self, call: MappedCall) -> None:
-        self.python = PythonSnapshot(call.func, call.arguments.given)
-        self.drawn = None
-        if call.draws.flag != "error":
-            self.drawn = rng_state.save_states(call.arguments.leaves)
-        self.marks = () if stack.top is None else take_log_snapshots(stack.top)
-
-    def restore(self) -> None:
-        self.python.restore()
-        self.draw_again()
-        self.forget()
-
-    def forget(self) -> None:
-        """Undo what levels further out have logged since."""
-        for ledger, mark in self.marks:
-            ledger.restore_snapshot(mark)
-
-    def record_generators(self) -> AbstractContextManager[None]:
-        """Return a context in which generators that draw for the first time are recorded too."""
-        return _NOTHING if self.drawn is None else rng_state.record_new_states(self.drawn)
-
-    def draw_again(self) -> None:
-        if self.drawn is not None:
-            rng_state.restore_states(self.drawn)
-        for generator, state in self.python.generators:
-            generator.set_state(state)
-
-
-class OptionsOverride:
-    """The options of a call, with the attributes of a subclass in the place of some."""
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.options, name)
-
-
 class GroupOptions(OptionsOverride):
     """The options of a call for one group, which collect its mutation log."""
 
-    def __init__(self, options: Any, ledgers: list[MutationLog]) -> None:
+    def __init__(self, options: Any, logs: list[MutationLog]) -> None:
         super().__init__(options)
-        self.ledgers = ledgers
+        self.logs = logs
 
 
-class Rollback:
-    """A context that undoes all side effects of a run if its examples diverge."""
-
-    __slots__ = ("call", "level", "noting", "state", "watched")
-
-    def __init__(self, call: MappedCall, level: VmapLevel) -> None:
-        self.call, self.level = call, level
-        undoable = level.config.diverges or call.options.retries_on_oom
-        self.state = StateSnapshot(call) if undoable and level.size > 1 else None
-        draws = self.state is not None and self.state.drawn is not None
-        self.noting = self.state.record_generators() if draws else _NOTHING
-        level.state.mutation_log.undoable = undoable
-        self.watched = isinstance(call.options, GroupOptions)
-        if self.watched:
-            call.options.ledgers.append(level.state.mutation_log)
-
-    def __enter__(self) -> None:
-        self.noting.__enter__()
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.noting.__exit__(None, None, None)
-        level = self.level
-        ledger = level.state.mutation_log
-        parted, why = level.state.divergence or (None, None)
-        if parted is None and error is not None and self.call.options.must_rerun(level, error):
-            parted, why = [[*range(level.size)]], error
-        if parted is not None and self.state is not None:
-            # Even if the signal did not arrive: a bare `except:` of the user's may have caught it.
-            self._undo(self.state)
-            raise DivergedGroups(parted, why) from None
-        if (
-            error is not None
-            and self.state is not None
-            and (isinstance(error, TimeExceeded) or _must_retry(self.call, error))
-        ):
-            self._undo(self.state)
-            return
-        if ledger.before.grads:
-            ledger.before.unwrap_shared_grads()
-        if not self.watched:
-            ledger.drop_undo_state()
-
-    def _undo(self, state: StateSnapshot) -> None:
-        with suspend_memory_limit():
-            self.level.state.mutation_log.before.undo()
-            state.restore()
-
-
-def run_in_groups(call: MappedCall, groups: list[list[int]]) -> tuple[list, Any]:
+def run_in_groups(call: MappedCall) -> tuple[list, Any]:
     """Return the results of all examples; an error is that of the first example to fail."""
+    groups = call.groups or [[*range(call.arguments.size)]]
     before = StateSnapshot(call)
     with before.record_generators():
         return _run_in_groups_or_turn(call, groups, before)
@@ -182,15 +76,11 @@ def _run_in_groups_or_turn(
     except BaseException as error:
         with suspend_memory_limit():
             run.touched.undo()
-            (before.restore if _must_retry(call, error) else before.forget)()
+            (before.restore if must_retry(call, error) else before.forget)()
         raise
     for ledger in run.touched.ledgers:
         ledger.drop_undo_state()
     return join_groups(call.places, sorted(run.parts, key=lambda p: p[0][0]))
-
-
-def _must_retry(call: MappedCall, error: BaseException | None) -> bool:
-    return call.options.retries_on_oom and is_out_of_memory(error)
 
 
 class GroupedRun:
@@ -249,7 +139,7 @@ class GroupedRun:
         if part.options.report is not None:
             part.options.report.note_group(len(numbers))
         part = part._replace(options=GroupOptions(part.options, self.touched.ledgers))
-        self.parts.append((numbers, *part.run_once()))
+        self.parts.append((numbers, *run_once(part)))
 
     def _is_independent(self, numbers: list[int], part: MappedCall, nodes: list) -> bool:
         """Return True if no other group sees the group's writes into older memory and its rows."""
@@ -282,52 +172,6 @@ def _is_shared_further_out(whole: Tensor) -> bool:
     """Return True if examples of a level further out share a tensor, so must see each write."""
     level = find_logging_level()
     return level is not None and is_shared_external(whole, level)
-
-
-def make_index(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return whole numbers as a tensor: `torch.tensor` would inspect the type of each.
-
-    A mode beneath forall's, as that of fake tensors, has to see the tensor being made.
-    """
-    if not numbers or trace_modes.has_foreign_mode():
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-    return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device)
-
-
-def select_rows(leaf: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
-    """Return these examples of a stack, in a tensor of their own."""
-    at = make_index(numbers, leaf.device)
-    return RowSelection.apply(leaf, dim, at) if leaf.requires_grad else leaf.index_select(dim, at)
-
-
-class RowSelection(torch.autograd.Function):
-    """`index_select` with a backward that acts under the level where the forward ran."""
-
-    @staticmethod
-    def forward(stack: Tensor, dim: int, at: Tensor) -> Tensor:
-        return stack.index_select(dim, at)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:  # noqa: ARG004
-        stack, ctx.dim, ctx.at = inputs
-        ctx.shape, ctx.level = stack.shape, top()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        with _act_under(ctx.level):
-            return g.new_zeros(ctx.shape).index_copy(ctx.dim, ctx.at, g), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor | None, *_: None) -> Tensor | None:
-        return None if t is None else t.index_select(ctx.dim, ctx.at)
-
-
-def _act_under(level: Any) -> Any:
-    """Act as code under ``level``, if a backward pass runs further in."""
-    inner: Any = top()
-    while inner is not None and inner.parent is not level:
-        inner = inner.parent
-    return nullcontext() if inner is None else run_outside(inner)
 
 
 def _find_mapped_leaves(call: MappedCall) -> list[Any]:

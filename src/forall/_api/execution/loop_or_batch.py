@@ -15,11 +15,8 @@ recorded, and replayed from then on. The loop is timed when its calls have been 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from math import inf
 from time import perf_counter
-from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -34,7 +31,7 @@ from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import in_torch_func
 from forall._compat.private_api import PLAIN, count_dispatch_modes
 from forall._core import config
-from forall._core.code_table import CodeSet, CodeTable
+from forall._core.code_table import CodeSet, CodeTable, find_code
 from forall._core.divergence import TimeExceeded
 from forall._core.errors import format_columns, name_of, warn_slow_path
 from forall._core.levels import stack
@@ -48,6 +45,8 @@ if TYPE_CHECKING:
     from forall._api.execution.side_effect_free import Bindings
     from forall._api.execution.transform_decorator import ReplayableCalls
     from forall._core.call_site import SourceLine
+
+    Strategy = Callable[[MappedCall], tuple[list, Any]]
 
 _WORDS = frozenset({bool, int, float, complex, str, type(None)})
 _MOST = 64  # keys of one function that are timed
@@ -338,19 +337,6 @@ def _count_examples(args: tuple, dims: Any) -> int | None:
     return size or None
 
 
-def find_code(func: Any) -> CodeType | None:
-    """Return the code of a function, which identifies it even if it is created with each call."""
-    if type(func) is BuiltinFunctionType:
-        return None
-    if type(func) is not FunctionType or "__wrapped__" in vars(func):
-        func = inspect.unwrap(func)
-        while isinstance(func, functools.partial):
-            func = inspect.unwrap(func.func)
-        if isinstance(func, torch.nn.Module):
-            func = type(func).forward
-    return getattr(getattr(func, "__func__", func), "__code__", None)
-
-
 def describe_choice(code: CodeType | None, size: int) -> str:
     """Describe which way calls with so many examples take, and why, once both were tried."""
     by_size = {} if code is None else _times.get(code, {})
@@ -400,44 +386,45 @@ class _TimeLimit:
 def run_cheaper(
     call: MappedCall,
     code: CodeType | None,
-    together: Callable[[], tuple[list, Any]],
-    parted_at: SourceLine | None,
+    together: Strategy,
+    diverged_at: SourceLine | None = None,
 ) -> tuple[list, Any]:
-    """Run a call whose examples test values, or diverge, in the way that takes less time."""
+    """Run a call by the strategy ``together``, or as the loop, whichever takes less time.
+
+    ``diverged_at`` is the line where its examples have diverged, if they have.
+    """
     if code is None or config.now.parting == "together":
-        return together()
+        return together(call)
     bindings = find_bindings(call.func)
     if bindings is None:
-        return together()
+        return together(call)
     times = get_times(code, call)
-    if parted_at is not None and stack.listening and times.loops_again():
+    if diverged_at is not None and stack.listening and times.loops_again():
         for listener in stack.listening:
             listener.give_up("its examples part, and take less time one after another")
     if not python_loop.may_run_as_loop(call, bindings):
-        return together()
+        return together(call)
     if config.now.parting == "loop" or times.may_get_faster() or times.loops():
         is_new = times.together is None and config.now.parting == "measured"
         try:
-            found = _run_as_loop(call, bindings, times, _FIRST if is_new else inf)
+            found = _run_as_loop(call, times, _FIRST if is_new else inf)
         except python_loop.TooLongError as late:
             times.note_seconds(late.seconds)
         else:
-            return found or together()
-    found = _try_together(call, bindings, times, together)
-    if parted_at is not None and code not in _told and _is_worth_a_warning(call, times):
+            return found or together(call)
+    found = _try_together(call, times, together)
+    if diverged_at is not None and code not in _told and _is_worth_a_warning(call, times):
         _told.add(code)
-        _warn_of_loop(call, parted_at)
+        _warn_of_loop(call, diverged_at)
     return found
 
 
-def _run_as_loop(
-    call: MappedCall, bindings: Bindings, times: CallTimes, most: float
-) -> tuple[list, Any] | None:
+def _run_as_loop(call: MappedCall, times: CallTimes, most: float) -> tuple[list, Any] | None:
     """Run a call as the loop; return None if it has to be run in another way."""
     hits = _count_replays(call.func) if times.warming else inf
     start = perf_counter()
     try:
-        found = python_loop.run_loop(call, bindings, most)
+        found = python_loop.run_loop(call, most)
     except python_loop.TooLongError:
         raise
     except python_loop.CannotLoopError:
@@ -459,10 +446,10 @@ def _is_worth_a_warning(call: MappedCall, times: CallTimes) -> bool:
     return call.arguments.size >= _MANY and looped > _WORTH_A_WORD and looped < together
 
 
-def _warn_of_loop(call: MappedCall, parted_at: SourceLine) -> None:
+def _warn_of_loop(call: MappedCall, diverged_at: SourceLine) -> None:
     """Warn that diverging examples run one after another, and how to avoid that."""
-    text = parted_at.text()
-    at = [("at", f"{parted_at.near()}   {text}".rstrip())] if text else []
+    text = diverged_at.text()
+    at = [("at", f"{diverged_at.near()}   {text}".rstrip())] if text else []
     rows = [("examples", f"{call.arguments.size}"), *at]
     warn_slow_path(
         f"vmap({name_of(call.func)}): examples part, and take less time one after another than "
@@ -474,9 +461,7 @@ def _warn_of_loop(call: MappedCall, parted_at: SourceLine) -> None:
     )
 
 
-def _try_together(
-    call: MappedCall, bindings: Bindings, times: CallTimes, together: Callable[[], tuple[list, Any]]
-) -> tuple[list, Any]:
+def _try_together(call: MappedCall, times: CallTimes, together: Strategy) -> tuple[list, Any]:
     """Run a call together, and give it up if it takes much longer than the loop."""
     is_first = times.together is None
     looped = inf if times.looped is None else times.looped
@@ -487,7 +472,7 @@ def _try_together(
     start = perf_counter()
     try:
         with _TimeLimit(most):
-            found = together()
+            found = together(call)
     except TimeExceeded:
         found = None
     seconds = perf_counter() - start
@@ -498,8 +483,8 @@ def _try_together(
         times.was_late = True
         times.note_try(seconds)
         with contextlib.suppress(python_loop.CannotLoopError):
-            return python_loop.run_loop(call, bindings)
-        return together()
+            return python_loop.run_loop(call)
+        return together(call)
     times.note_seconds(seconds, together=True)
     if is_first and seconds > looped:
         times.next = times.spent  # try again: the first try converted its function

@@ -94,9 +94,11 @@ def has_no_observers() -> bool:
     )
 
 
-def run_loop(call: MappedCall, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
+def run_loop(call: MappedCall, seconds: float = inf) -> tuple[list, Any]:
     """Return the results of all examples; raise `TooLongError` after so many seconds."""
-    arguments = call.arguments
+    arguments, bindings = call.arguments, find_bindings(call.func)
+    if bindings is None:
+        raise CannotLoopError
     args, kwargs = arguments.given
     is_flat = not kwargs and len(args) == len(arguments.leaves)
     pack = None if is_flat and all(map(is_, args, arguments.leaves)) else arguments.unflatten
@@ -149,7 +151,7 @@ def restate_error(error: TypeError, call: MappedCall) -> None:
     if bindings is None or not may_run_as_loop(call, bindings):
         return
     try:
-        run_loop(call, bindings, _RETELLING)
+        run_loop(call, _RETELLING)
     except CannotLoopError as instead:
         if type(instead.__cause__) is type(error):
             error.args = instead.__cause__.args
