@@ -23,7 +23,7 @@ from forall._compat.dispatch_state import functions_off
 from forall._compat.storage import is_out_of_memory
 from forall._core.divergence import TimeExceeded
 from forall._core.levels import has_any_tangent, run_outside, top
-from forall._core.python_state import PythonSnapshot
+from forall._core.python_snapshot import PythonSnapshot
 from forall._vmap.failing_example import name_example
 from forall._vmap.mutation.mutation_log import get_memory_key, take_log_snapshots
 from forall._vmap.mutation.pending_updates import find_logging_level, is_shared_external

@@ -25,6 +25,7 @@ from forall._core.code_table import CodeSet, CodeTable
 from forall._core.divergence import Diverged, TimeExceeded
 from forall._core.errors import format_columns, name_of, warn_slow_path
 from forall._core.levels import stack
+from forall._core.reachable import list_own_attributes
 from forall._divergence import (
     Refusal,
     convert,
@@ -284,7 +285,8 @@ def _find_hidden_leaves(leaves: list[Any], spec: Any) -> list[Any]:
     """The leaves of contexts of containers, and of attributes of objects."""
     contexts = pytree.get_leaves(pytree.find_contexts(spec))
     objects = [x for x in (*leaves, *contexts) if not isinstance(x, torch.Tensor)]
-    return [*contexts, *(y for x in objects for y in pytree.find_held_leaves(x))]
+    held = [value for x in objects for _, value in list_own_attributes(x)]
+    return [*contexts, *pytree.get_leaves(held)]
 
 
 class ConvertedOptions(OptionsOverride):
