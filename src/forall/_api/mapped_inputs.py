@@ -17,6 +17,7 @@ from forall._compat.dispatch_state import functions_off
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
+from forall._core.reachable import list_own_attributes
 from forall._divergence.batched_scalar import BatchedScalar
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import BatchedTensor
@@ -377,7 +378,7 @@ def _make_hidden_error(
 
 def _find_hidden(thing: Any, level: Any) -> Any:
     """Return the first value of an example among an object's attributes, or None."""
-    for x in pytree.find_held_leaves(thing):
+    for x in pytree.get_leaves([value for _, value in list_own_attributes(thing)]):
         of = unwrap_posed(x)
         if type(x) is BatchedScalar or (
             isinstance(of, BatchedTensor) and of.level is level and of.axis is not None

@@ -66,6 +66,14 @@ class _Straight(ast.NodeTransformer):
             return node
         return self._part(node) if isinstance(node, ast.Attribute) else self.visit(node)
 
+    def _is_own(self, node: ast.expr) -> bool:
+        """Return True if the expression before a dot is a name of the function's, or computed."""
+        return (
+            node.id in self.own
+            if isinstance(node, ast.Name)
+            else not isinstance(node, ast.Attribute)
+        )
+
     def _part(self, node: ast.Attribute) -> ast.expr:
         if isinstance(node.value, ast.Name) and node.value.id in self.own:
             raise CannotConvert("what belongs to an object", node)
@@ -79,7 +87,8 @@ class _Straight(ast.NodeTransformer):
         f = node.func
         if isinstance(f, ast.Attribute):
             name = make_constant(f.attr, f)
-            made = expr("R.method(A, N)()", node, R=RUNTIME, A=self._owner(f.value), N=name)
+            text = "R.method(A, N)()" if self._is_own(f.value) else "R.outside_method(A, N)()"
+            made = expr(text, node, R=RUNTIME, A=self._owner(f.value), N=name)
         elif isinstance(f, ast.Name):
             made = expr("R.does(A)()", node, R=RUNTIME, A=f)
         else:

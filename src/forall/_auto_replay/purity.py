@@ -47,18 +47,11 @@ from forall._core.python_state import (
     may_rebind,
     may_rebind_by,
 )
+from forall._core.reachable import CONTAINERS, DICT_VIEWS, WRAPPERS, is_ndarray
 from forall._jit.deadline import STEPS_PER_CLOCK_READ, TOO_LONG, clock
 from forall._jit.guards.attribute_names import NAMES_OF_ANY_LOOKUP, SKIPPED_OPS, find_text_lookups
 from forall._jit.guards.import_sources import ImportReader, has_imports
-from forall._jit.guards.leaves import (
-    CONTAINERS,
-    DICT_VIEWS,
-    LOGGING_CLASSES,
-    LRU_CACHE,
-    WRAPPERS,
-    is_environment,
-    is_ndarray,
-)
+from forall._jit.guards.leaves import LOGGING_CLASSES, LRU_CACHE, is_environment
 from forall._jit.guards.module_names import ATTRIBUTES, find_dotted_names, is_users_module
 
 if TYPE_CHECKING:

@@ -139,13 +139,6 @@ def find_contexts(spec: TreeSpec) -> list[Any]:
     return [*own, *(c for child in spec._children for c in find_contexts(child))]
 
 
-def find_held_leaves(thing: Any) -> list[Any]:
-    """Return the leaves of an object's attributes, in slots as well."""
-    names = getattr(type(thing), "__slots__", ())
-    slots = [getattr(thing, n, None) for n in ((names,) if isinstance(names, str) else names)]
-    return get_leaves([getattr(thing, "__dict__", None), slots])
-
-
 def _walk(node: Any, found: list[Any]) -> Any:
     """Append the leaves, and return the structure in a hashable form: None for a leaf."""
     kind = type(node)

@@ -13,7 +13,7 @@ from forall._ast_rewrite import Refusal, find_template
 from forall._compat.exception_safety import contextmanager
 from forall._core.call_site import SourceLine
 from forall._core.divergence import Diverged
-from forall._core.python_state import PythonSnapshot
+from forall._core.python_snapshot import PythonSnapshot
 from forall._divergence import pure_call, subscripts
 from forall._divergence.heap import CONTAINERS, Unsplittable, slot_of
 from forall._divergence.join import merge

@@ -29,7 +29,7 @@ from forall._vmap.fast_path.raw_stack import (
 NOTHING: Any = object()
 _CONSTANTS = frozenset({int, float, bool, str, type(None)})
 _PURE = frozenset({sum, zip, range, len, enumerate, reversed, list, tuple, abs, min, max})
-_OF_A_LIST = frozenset({"append", "extend"})  # any list is the function's own: none is passed in
+_OF_A_LIST = frozenset({"append", "extend"})  # of a list of the function's own: none is passed in
 
 
 def take_outside_value(value: Any) -> Any:
@@ -75,12 +75,19 @@ def find_users_pure_form(f: types.FunctionType) -> Any:
     return computes and _is_constant(given) and computes.make_function(f)
 
 
+def find_outside_method(owner: Any, name: str) -> Any:
+    """Return the method ``owner.name`` of a value from outside, as `find_pure_method` does.
+
+    The owner may be a module, but no list: the function would change what others see.
+    """
+    if type(owner) is types.ModuleType:
+        return find_pure_form(getattr(owner, name))
+    return find_pure_method(take_outside_value(owner), name)
+
+
 def find_pure_method(owner: Any, name: str) -> Any:
     """Return the method ``owner.name`` in the form that runs on raw stacks."""
-    kind = type(owner)
-    if kind is types.ModuleType:
-        return find_pure_form(getattr(owner, name))
-    if kind is list and name in _OF_A_LIST:
+    if type(owner) is list and name in _OF_A_LIST:
         return getattr(owner, name)
     owner = take_outside_value(owner)
     if type(owner) is not RawStack:

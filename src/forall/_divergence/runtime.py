@@ -14,6 +14,7 @@ from forall._divergence.frame import Frame
 from forall._divergence.heap import Mixed, SeveralKinds, Unsplittable
 from forall._divergence.join import UNDEFINED, merge, unify_varying
 from forall._divergence.pure_call import (
+    find_outside_method,
     find_pure_form,
     find_pure_method,
     get_module_attribute,
@@ -27,9 +28,10 @@ from forall._divergence.varying import Varying
 
 class _Runtime:
     Frame = Frame
-    known, part, does, method = map(
-        staticmethod, (take_outside_value, get_module_attribute, find_pure_form, find_pure_method)
+    known, part, does = map(
+        staticmethod, (take_outside_value, get_module_attribute, find_pure_form)
     )
+    method, outside_method = map(staticmethod, (find_pure_method, find_outside_method))
 
 
 set_runtime(_Runtime)

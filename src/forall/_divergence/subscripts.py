@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from forall._core.python_state import PythonSnapshot
+from forall._core.python_snapshot import PythonSnapshot
 from forall._divergence.heap import (
     AttributeSlot,
     Unsplittable,

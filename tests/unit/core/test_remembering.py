@@ -1,6 +1,7 @@
 """What is put back before a function runs once more."""
 
-from forall._core.python_state import PythonSnapshot, globals_of, names_of
+from forall._core.python_snapshot import PythonSnapshot
+from forall._core.python_state import globals_of, names_of
 
 COUNT = 0
 LOG = []

@@ -21,6 +21,7 @@ from forall._core.call_site import SourceLine, find_users_frame
 from forall._core.code_table import CodeSet, find_code
 from forall._core.divergence import Diverged, TimeExceeded
 from forall._core.errors import format_columns, name_of, warn_slow_path
+from forall._core.reachable import list_own_attributes
 from forall._divergence import Refusal, convert, convert_libraries, thread
 from forall._divergence.heap import SeveralKinds, Unsplittable
 from forall._divergence.varying import Varying
@@ -167,7 +168,8 @@ def _find_hidden_leaves(leaves: list[Any], spec: Any) -> list[Any]:
     """The leaves of contexts of containers, and of attributes of objects."""
     contexts = pytree.get_leaves(pytree.find_contexts(spec))
     objects = [x for x in (*leaves, *contexts) if not isinstance(x, torch.Tensor)]
-    return [*contexts, *(y for x in objects for y in pytree.find_held_leaves(x))]
+    held = [value for x in objects for _, value in list_own_attributes(x)]
+    return [*contexts, *pytree.get_leaves(held)]
 
 
 class ConvertedOptions(OptionsOverride):

@@ -23,7 +23,7 @@ from forall._compat.wrapper_tensor import Wrapper
 from forall._core.divergence import TimeExceeded
 from forall._core.errors import TransformCall
 from forall._core.levels import stack
-from forall._core.python_state import PythonSnapshot
+from forall._core.python_snapshot import PythonSnapshot
 from forall._core.sparse_operands import COMPRESSED
 from forall._divergence.batched_scalar import BatchedScalar, number_to_tensor
 from forall._random.key_scope import enter_scope, scopes

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import abc
 import builtins
+import copyreg
 import functools
 import gc
 import os
+import pickle
 import sys
 from collections import deque
 from contextvars import ContextVar
 from types import (
+    BuiltinFunctionType,
     CellType,
     FunctionType,
     MappingProxyType,
-    MemberDescriptorType,
     ModuleType,
 )
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,14 @@ from forall._core.python_state import (
     names_of,
 )
 from forall._core.raw_containers import view_raw_container
+from forall._core.reachable import (
+    FUNCTION_ATTRIBUTES,
+    WRAPPERS,
+    is_buffer,
+    list_inner_functions,
+    list_parts,
+    list_slots,
+)
 from forall._jit.deadline import (
     NO_DEADLINE,
     STEPS_PER_CLOCK_READ,
@@ -62,15 +72,11 @@ from forall._jit.guards.attribute_names import NAMES_TORCH_CALLS, AttributeNames
 from forall._jit.guards.conditions import GuardConditions
 from forall._jit.guards.import_sources import find_imports
 from forall._jit.guards.leaves import (
-    DICT_VIEWS,
     LOGGING_CLASSES,
     LRU_CACHE,
-    WRAPPERS,
     can_reach_ids,
-    find_wrapped,
     get_hint_parts,
     is_alive,
-    is_buffer,
     is_c_iterator,
     is_environment,
     is_method_def,
@@ -78,12 +84,10 @@ from forall._jit.guards.leaves import (
     is_type_hint,
     lacks_names,
     list_cached,
-    list_contents,
     make_cache_test,
     may_have_attributes,
 )
 from forall._jit.guards.library_globals import (
-    find_inner_functions,
     find_key_classes,
     find_named_globals,
     is_followed,
@@ -103,9 +107,8 @@ if TYPE_CHECKING:
     from forall._jit.tracing.coverage import FullCoverage
 
 TOO_MUCH = "the function reaches too much of Python's state to watch"
-_CODE_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _FUNCTION_ATTRIBUTES = (
-    *_CODE_ATTRIBUTES,
+    *FUNCTION_ATTRIBUTES,
     "__name__",
     "__qualname__",
     "__doc__",
@@ -195,7 +198,7 @@ class Guards(GuardConditions):
         self._left = [x for x in late if id(x) not in self._held and not is_plain_constant(x)]
 
     def _list_named_attributes(self) -> list[str]:
-        made_of = _CODE_ATTRIBUTES if self._asked.contains_name("signature") else ()
+        made_of = FUNCTION_ATTRIBUTES if self._asked.contains_name("signature") else ()
         return [
             name
             for name in _FUNCTION_ATTRIBUTES
@@ -218,8 +221,8 @@ class Guards(GuardConditions):
             look(self, value)
         elif is_type_hint(value):
             self._visit_hint(value)
-        elif (inside := list_contents(value)) is not None:
-            self._left += inside
+        elif (parts := list_parts(value)) is not None:
+            self._left += parts
         elif not isinstance(value, UnguardedState):
             self._visit_object(value)
         if may_have_attributes(value):
@@ -281,7 +284,16 @@ class Guards(GuardConditions):
         if is_of_optree(value) and not self._asks_optree:
             self._asks_optree = True
             self._left += registered_with_optree()
-        self._left += find_wrapped(value, self._asked)
+        if value is pickle.dumps:  # it calls functions that are registered for a class
+            self._left.append(copyreg.dispatch_table)
+        if isinstance(value, BuiltinFunctionType):
+            self._left += self._asked.release_for_value(value)
+        if type(value) is classmethod:
+            self._left += self._asked.release_makers()
+        if isinstance(value, functools.partial):
+            self._left.append(vars(value))
+        if not is_of_optree(value):
+            self._left += list_parts(value) or ()
 
     def _watch_optree(self) -> None:
         """Watch what others may tell optree: the classes it takes apart, and its order of dicts."""
@@ -319,7 +331,7 @@ class Guards(GuardConditions):
             elif isinstance(value, (dict, list)) and id(value) not in self._held:
                 self._held[id(value)] = value
                 self._watch_registry(value)
-        self._left_of_libraries += find_inner_functions(func)
+        self._left_of_libraries += list_inner_functions(func)
 
     def _watch_registry(self, value: Any) -> None:
         """Watch a library's registry: a dict or list that others may add entries to."""
@@ -373,7 +385,7 @@ class Guards(GuardConditions):
             return
         written = self.ran.list_written_names(func.__code__) | _MODULE_HOOKS
         self._left += [*self._asked.release_for_value(func), *self._asked.release_for_code(func)]
-        for name in _CODE_ATTRIBUTES:
+        for name in FUNCTION_ATTRIBUTES:
             value = getattr(func, name)
             self._attributes.append((func, name, value))
             self._left.append(value)
@@ -511,12 +523,10 @@ class Guards(GuardConditions):
         held = thing if weakly is None else weakly
         self._attributes.append((held, "__class__", type(thing)))
         self._visit_class_attributes(type(thing))
-        for kind in type(thing).__mro__:
-            for name, found in () if is_library_object(kind) else vars(kind).items():
-                if type(found) is MemberDescriptorType:
-                    value = getattr(thing, name, UNSET)
-                    self._attributes.append((held, name, value))
-                    self._left.append(value)
+        for name in list_slots(type(thing)):
+            value = getattr(thing, name, UNSET)
+            self._attributes.append((held, name, value))
+            self._left.append(value)
         if type(state) is dict:
             if weakly is None:
                 self._attributes.append((thing, "__dict__", state))
@@ -553,7 +563,6 @@ _VISITORS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (SCRIPTS, Guards._visit_script),
     (torch.Generator, lambda guards, value: guards.generators.append(value)),
     ((dict, MappingProxyType), Guards._visit_mapping),
-    (DICT_VIEWS, lambda guards, value: guards._left.append(value.mapping)),
     ((list, tuple, deque, set, frozenset), Guards._visit_sequence),
     (FunctionType, Guards._visit_function),
     (WRAPPERS, Guards._visit_wrapper),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from forall._compat.ambient_settings import get_allowed_kernels
 from forall._compat.private_api import PLAIN
 from forall._core.raw_containers import view_raw_container
+from forall._core.reachable import is_ndarray
 from forall._jit.guards.codegen import (
     GuardChecks,
     GuardTests,
@@ -15,13 +16,7 @@ from forall._jit.guards.codegen import (
     check_if_any,
     make_guard_checks,
 )
-from forall._jit.guards.leaves import (
-    HEAP_TYPE_FLAG,
-    allows_same_kernels,
-    ask_safely,
-    is_ndarray,
-    read_buffer,
-)
+from forall._jit.guards.leaves import HEAP_TYPE_FLAG, allows_same_kernels, ask_safely, read_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -37,7 +37,8 @@ import torch
 from forall._compat import pytree
 from forall._compat.private_api import OpOverload, OpOverloadPacket, module_of
 from forall._core.python_state import UnguardedState, is_not_users
-from forall._jit.guards.leaves import DICT_VIEWS, LRU_CACHE, WRAPPERS
+from forall._core.reachable import DICT_VIEWS, WRAPPERS, list_own_attributes
+from forall._jit.guards.leaves import LRU_CACHE
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -183,7 +184,7 @@ class KeyMaker:
         kind = type(node)
         if kind in _DICTS and not getattr(node, "__dict__", None):
             return kept
-        state = _list_own_attributes(node)
+        state = list_own_attributes(node)
         if not state:
             return kept
         mine = {id(child): i for i, child in enumerate(children)}
@@ -235,15 +236,6 @@ def _is_numpy_number(kind: type) -> bool:
         return False
     numpy = sys.modules["numpy"]
     return issubclass(kind, (numpy.number, numpy.bool_, numpy.datetime64)) and is_not_users(kind)
-
-
-def _list_own_attributes(node: Any) -> list[tuple[str, Any]]:
-    """The attributes that an object has itself, in `__dict__` and in slots."""
-    state = [*(getattr(node, "__dict__", None) or {}).items()]
-    for kind in type(node).__mro__:
-        slots = [n for n, found in vars(kind).items() if type(found) is MemberDescriptorType]
-        state += [(n, getattr(node, n)) for n in slots if hasattr(node, n)]
-    return state
 
 
 def _has_hidden_state(kind: type) -> bool:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import array
-import copyreg
 import functools
 import gc
 import io
 import logging
 import os
-import pickle
-import sys
-from collections import deque
-from contextlib import _GeneratorContextManager
-from itertools import chain
-from operator import itemgetter
 from types import (
-    BuiltinFunctionType,
     FunctionType,
     GenericAlias,
     MethodDescriptorType,
-    MethodType,
-    MethodWrapperType,
     ModuleType,
     WrapperDescriptorType,
 )
@@ -31,17 +20,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from forall._compat.ambient_settings import get_allowed_kernels
-from forall._compat.pure_functions import WORDS, is_of_optree
+from forall._compat.pure_functions import WORDS
 from forall._core.python_state import WeakBox, is_not_users
+from forall._core.reachable import CONTAINERS, WRAPPERS, is_buffer, is_ndarray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from weakref import ReferenceType
 
-    from forall._jit.guards.attribute_names import AttributeNames
 
 _MOST = 10_000  # objects that are followed
-CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 LOGGING_CLASSES = (
     logging.Logger,
     logging.Handler,
@@ -49,18 +37,6 @@ LOGGING_CLASSES = (
 )  # do not influence results
 HEAP_TYPE_FLAG = 1 << 9  # the flag of a class that is not defined in C
 LRU_CACHE = functools._lru_cache_wrapper
-DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-WRAPPERS = (
-    MethodType,
-    staticmethod,
-    classmethod,
-    functools.partial,
-    property,
-    functools.cached_property,
-    BuiltinFunctionType,
-    MethodWrapperType,
-    _GeneratorContextManager,
-)
 LEAVES = (*WORDS, RemovableHandle)  # hooks are visited in the object that has them
 
 
@@ -89,15 +65,6 @@ def is_c_iterator(value: Any) -> bool:
     return any(
         isinstance(vars(kind).get(name), _IN_C) for kind in kinds for name in _ITERATOR_METHODS
     )
-
-
-def list_contents(value: Any) -> list[Any] | None:
-    """The contents of a slice or an `itemgetter`, which are immutable; None for another object."""
-    if isinstance(value, slice):
-        return [value.start, value.stop, value.step]
-    if isinstance(value, itemgetter):
-        return [*value.__reduce__()[1]]
-    return None
 
 
 def get_hint_parts(value: Any) -> dict[str, Any]:
@@ -144,20 +111,12 @@ def can_reach_ids(wanted: set[int], held: Mapping[int, Any]) -> bool:
     return False
 
 
-def is_ndarray(value: Any) -> bool:
-    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
-
-
 def read_buffer(value: Any) -> tuple:
     """The data of an array or buffer as bytes, with an array's shape, dtype and strides."""
     if isinstance(value, bytearray):
         return (bytes(value),)
     how = (value.shape, value.dtype, value.strides) if is_ndarray(value) else ()
     return (value.tobytes(), *how)
-
-
-def is_buffer(value: Any) -> bool:
-    return isinstance(value, (bytearray, memoryview, array.array)) or is_ndarray(value)
 
 
 def list_cached(func: Any) -> list[Any]:
@@ -206,24 +165,3 @@ def may_have_attributes(value: Any) -> bool:
     if isinstance(value, CONTAINERS):
         return kind not in CONTAINERS
     return (isinstance(value, WRAPPERS) or is_buffer(value)) and not is_not_users(kind)
-
-
-def find_wrapped(value: Any, asked: AttributeNames) -> Iterator[Any]:
-    """The function in a wrapper (partial, property, bound method ...), and what belongs to it."""
-    if isinstance(value, functools.partial):
-        return iter([value.func, value.args, value.keywords, vars(value)])
-    if isinstance(value, _GeneratorContextManager):  # as a decorator, each call makes another
-        return iter([value.func, value.args, value.kwds])
-    if isinstance(value, property):
-        return iter([value.fget, value.fset, value.fdel])
-    if isinstance(value, functools.cached_property):  # its cached value is in the object
-        return iter([value.func])
-    if isinstance(value, MethodWrapperType):
-        return iter([value.__self__])
-    if isinstance(value, BuiltinFunctionType):
-        if value is pickle.dumps:  # it calls functions that are registered for a class
-            return chain([copyreg.dispatch_table], asked.release_for_value(value))
-        alone = isinstance(value.__self__, ModuleType) or is_of_optree(value)
-        return chain([] if alone else [value.__self__], asked.release_for_value(value))
-    more = asked.release_makers() if type(value) is classmethod else ()
-    return chain([value.__func__, getattr(value, "__self__", None)], more)

@@ -76,12 +76,6 @@ def find_named_globals(func: FunctionType) -> Iterator[tuple[dict[str, Any], str
             names = vars(value)
 
 
-def find_inner_functions(func: FunctionType) -> Iterator[FunctionType]:
-    """The functions in the closure of a library's function, and the one that it wraps."""
-    held = [*map(cell_contents_of, func.__closure__ or ()), vars(func).get("__wrapped__")]
-    yield from (value for value in held if isinstance(value, FunctionType))
-
-
 def registry_of_optree() -> dict[Any, Any]:
     """The classes that optree takes apart, alone or in a namespace."""
     return sys.modules["optree.registry"]._NODETYPE_REGISTRY

@@ -1,0 +1,167 @@
+"""Edges from Python objects to what they hold, and the walk over all that some objects reach.
+
+NOTE [one walk over what a function reaches]
+    Undo, guards, keys of arguments and stand-ins ask the same of Python's state: what does an
+    object lead to? So one module knows the kinds of objects. Each user decides what to do at an
+    object, and where to go on. An object has up to four kinds of edges:
+
+    - attributes, which can be rebound by name: of functions, cells, objects with slots
+    - entries: of a namespace (`__dict__`, a module's globals), by name
+    - contents of a container or a buffer
+    - parts, of which an immutable object was made: the function of a bound method
+
+    A `Walk` visits each object once, those nearest to its roots first, so that a limit cuts off
+    what is farthest.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import sys
+from collections import deque
+from contextlib import _GeneratorContextManager
+from operator import itemgetter
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakKeyDictionary
+
+from forall._core.python_state import UNSET, cell_contents_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_MOST_CLASSES = 10_000
+FUNCTION_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+WRAPPERS = (
+    MethodType,
+    staticmethod,
+    classmethod,
+    functools.partial,
+    property,
+    functools.cached_property,
+    BuiltinFunctionType,
+    MethodWrapperType,
+    _GeneratorContextManager,
+)
+# The names of an immutable object's parts, by its class.
+_PARTS: tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...] = (
+    (MethodType, ("__func__", "__self__")),
+    ((staticmethod, classmethod), ("__func__",)),
+    (functools.partial, ("func", "args", "keywords")),
+    (property, ("fget", "fset", "fdel")),
+    (functools.cached_property, ("func",)),  # its cached value is in the object
+    ((BuiltinFunctionType, MethodWrapperType), ("__self__",)),
+    (_GeneratorContextManager, ("func", "args", "kwds")),  # a decorator, whose calls make others
+    (DICT_VIEWS, ("mapping",)),
+    (slice, ("start", "stop", "step")),
+)
+
+
+class Visitors(dict[type, Any]):
+    """The function to call at objects of each class; None for classes that are not visited.
+
+    ``choose`` returns it for a class that was not met before. ``leaves`` are the classes that are
+    not visited, of those met so far.
+    """
+
+    def __init__(self, choose: Callable[[type], Callable[[Any, Any], None] | None]) -> None:
+        super().__init__()
+        self.choose = choose
+        self.leaves: set[type] = set()
+
+    def __missing__(self, kind: type) -> Callable[[Any, Any], None] | None:
+        if len(self) >= _MOST_CLASSES:  # programs may make new classes without end
+            self.clear()
+            self.leaves.clear()
+        visit = self[kind] = self.choose(kind)
+        if visit is None:
+            self.leaves.add(kind)
+        return visit
+
+
+class Walk:
+    """A walk over what objects reach, which visits each object once, those nearest first.
+
+    ``left`` are the objects to be visited: those that a visitor adds to it are visited too, and
+    those that it clears are not.
+    """
+
+    __slots__ = ("held", "left")
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.left = [*roots]
+        self.held: dict[int, Any] = {}  # kept alive, so that no other object gets the same id
+
+    def run(self, visitor: Any, visitors: Visitors) -> None:
+        held = self.held
+        for value in self.left:  # visitors append to it
+            visit = visitors[type(value)]
+            if visit is not None and id(value) not in held:
+                held[id(value)] = value
+                visit(visitor, value)
+        self.left.clear()
+
+
+def list_parts(value: Any) -> list[Any] | None:
+    """Return the parts of an immutable object, a wrapper for example; None for other objects."""
+    if isinstance(value, itemgetter):
+        return [*value.__reduce__()[1]]
+    if isinstance(value, ReferenceType):
+        return [value()]
+    names = next((names for kinds, names in _PARTS if isinstance(value, kinds)), None)
+    if names is None:
+        return None
+    return [x for x in (getattr(value, n) for n in names) if not isinstance(x, ModuleType)]
+
+
+def list_slots(kind: type) -> tuple[str, ...]:
+    """Return the names of attributes of an object that are not in its `__dict__`.
+
+    Those are slots of classes written in Python, and the arguments of an exception.
+    """
+    names = _slots.get(kind)
+    if names is None:
+        found = {"args": issubclass(kind, BaseException)}
+        for base in reversed(kind.__mro__):  # a class may hide a slot of its base
+            own = vars(base)
+            found |= {
+                name: type(x) is MemberDescriptorType and "__slots__" in own
+                for name, x in own.items()
+                if base is not BaseException
+            }
+        names = _slots[kind] = tuple(name for name, is_slot in found.items() if is_slot)
+    return names
+
+
+_slots: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def list_own_attributes(thing: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that an object has itself, in `__dict__` and in slots."""
+    found = [(name, getattr(thing, name, UNSET)) for name in list_slots(type(thing))]
+    state = (getattr(thing, "__dict__", None) or {}).items()
+    return [*state, *[row for row in found if row[1] is not UNSET]]
+
+
+def list_inner_functions(func: FunctionType) -> list[FunctionType]:
+    """Return the functions in the closure of a function, and the one that it wraps."""
+    held = [*map(cell_contents_of, func.__closure__ or ()), vars(func).get("__wrapped__")]
+    return [value for value in held if isinstance(value, FunctionType)]
+
+
+def is_ndarray(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
+def is_buffer(value: Any) -> bool:
+    return isinstance(value, (bytearray, memoryview, array.array)) or is_ndarray(value)
