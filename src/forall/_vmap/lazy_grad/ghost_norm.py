@@ -39,7 +39,7 @@ from forall._vmap.lazy_grad.lazy_tensor import (
 from forall._vmap.vmap_level import VmapLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from forall._core.levels import Level
 
@@ -193,16 +193,18 @@ class GhostNormMode(DispatchMode):
         self.computes = False  # True while a product is computed after all
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        make = _MAKES.get(func)
+        if func is aten.detach.default and not is_excluded(AUTOGRAD):
+            with functions_off():  # a detach of autograd's own, which must keep tangents
+                return alias_for_autograd(args[0])
+        if self.computes or (make is None and LazyGrad not in types):
+            return func(*args, **kwargs)
         with functions_off():
-            if func is aten.detach.default and not is_excluded(AUTOGRAD):
-                return alias_for_autograd(args[0])  # of autograd's own, which must keep tangents
-            kwargs = kwargs or {}
-            if LazyGrad in types and not self.computes:
-                kept = self._propagate(func, args, kwargs)
-                if kept is not None:
-                    return kept
-            made = None if kwargs or self.computes or stack.parted else self._factor(func, args)
-        return func(*args, **kwargs) if made is None else made
+            made = self._propagate(func, args, kwargs) if LazyGrad in types else None
+            if made is None and make is not None and not kwargs and not stack.parted:
+                made = self._factor(make, func, args)
+            return func(*args, **kwargs) if made is None else made
 
     def _propagate(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Apply an operator to factors, or compute the products among its arguments."""
@@ -217,10 +219,9 @@ class GhostNormMode(DispatchMode):
                     a.materialize()
         return kept
 
-    def _factor(self, func: Any, args: tuple) -> Any:
+    def _factor(self, make: Callable, func: Any, args: tuple) -> Any:
         """Return a lazy product, or None for an operator to run as it is."""
-        make = _MAKES.get(func)
-        term = make(func, args) if make is not None and self._can_factor(args) else None
+        term = make(func, args) if self._can_factor(args) else None
         if term is None or not (product := DeferredProduct(self, [term])).is_smaller:
             return None
         if isinstance(term, outer_products.ConvolutionTerm):
