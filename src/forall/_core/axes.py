@@ -32,7 +32,7 @@ def stacked_dim(dim: int, rank: int) -> int:
 def stacked_dims(dims: int | Sequence[int] | None, rank: int) -> list[int]:
     """Return dims of one example as dims of the batch-first stack; None and () mean every dim."""
     if isinstance(dims, int):
-        dims = [dims]
+        return [wrap_dim(dims, rank) + 1]
     return [wrap_dim(d, rank) + 1 for d in (dims or range(rank))]
 
 

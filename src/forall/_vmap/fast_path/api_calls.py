@@ -26,8 +26,8 @@ from forall._compat.op_schema import get_facts
 from forall._compat.private_api import PLAIN, OpOverloadPacket, count_dispatch_modes
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.memory_layout import is_layout_open
-from forall._vmap.registry import DIRECT
-from forall._vmap.rule_makers.pointwise import pad_stacks
+from forall._vmap.registry import DIRECT, HANDLERS
+from forall._vmap.rule_makers.pointwise import handle_pointwise, pad_stacks
 
 _NUMBERS = frozenset({int, float})
 _WORDS = frozenset({int, float, bool, str, type(None), torch.dtype})
@@ -69,11 +69,13 @@ def _is_pointwise(func: Any) -> bool:
         and not get_facts(op).dynamic
         and len(op._schema.returns) == 1
         and op not in _overruled
+        and (op is _CLONE or HANDLERS.get(op, handle_pointwise) is handle_pointwise)
         for op in on_tensors
     )
 
 
 _HOMES = (torch, torch.Tensor, functional)
+_CLONE = torch.ops.aten.clone.default  # its row differs in layout alone, which is looked at here
 _overruled: set[Any] = set()
 
 

@@ -34,7 +34,7 @@ from forall._vmap.fast_path import api_calls
 from forall._vmap.fast_path.api_calls import is_any_overruled, is_pointwise
 from forall._vmap.mutation import view_copies
 from forall._vmap.mutation.mutation_log import write_counts
-from forall._vmap.registry import list_overloads
+from forall._vmap.registry import HANDLERS, list_overloads
 from forall._vmap.rule_makers.pointwise import pad_stacks
 
 if TYPE_CHECKING:
@@ -249,6 +249,12 @@ def _call_view(func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
         return None
 
 
+def find_stack_function(op: Any) -> Callable:
+    """Return the function of stacks of the operator's row, which the dispatcher would ask."""
+    handler: Any = HANDLERS[op]
+    return handler.run
+
+
 _STACK = collect_overloads("stack")
 
 
@@ -279,7 +285,9 @@ def _stack_tensors(args: tuple, kwargs: dict, level: Any) -> Any:
         if not values or not -values[0].dim() <= dim < values[0].dim():
             return None
         try:
-            out = torch.stack(values, dim if dim < 0 else dim + 1)
+            out = find_stack_function(torch.ops.aten.stack.default)(
+                values, dim if dim < 0 else dim + 1
+            )
         except Exception:  # noqa: BLE001 - the user's way tells what is wrong
             return None
         return wrap_stack(out, 0, level)

@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.axes import move_axis_to_front
+from forall._core.axes import move_axis_to_front, pad_rank
 from forall._vmap.active_set.restrict_args import restrict_for_reading
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.fast_path.api_calls import are_plain_options, is_any_overruled, is_pointwise
-from forall._vmap.fast_path.operators import BY_OPERATORS, can_use_fast_path, collect_overloads
+from forall._vmap.fast_path.operators import (
+    BY_OPERATORS,
+    can_use_fast_path,
+    collect_overloads,
+    find_stack_function,
+)
+from forall._vmap.registry import VIEWS
 from forall._vmap.rule_makers.pointwise import pad_stacks
 
 if TYPE_CHECKING:
@@ -85,7 +91,8 @@ def _make_operator(op: Callable) -> Callable:
         v = a.v
         w = _get_operand(b, v)
         if w is not b and v.dim() != w.dim():
-            v, w = pad_stacks([v, w])
+            rank = max(v.dim(), w.dim()) - 1
+            v, w = pad_rank(v, rank), pad_rank(w, rank)
         return RawStack(op(v, w))
 
     return apply_operator
@@ -129,6 +136,24 @@ for _op in _OPERATORS:
 # --- functions of torch --------------------------------------------------------------------------
 
 
+def _stack_of(a: Any) -> Tensor:
+    if type(a) is not RawStack:
+        raise LeaveFastPath
+    return a.v
+
+
+def _make_view(op: Any) -> Callable:
+    def view_stack(a: RawStack, *dims: int, **named: int) -> Any:
+        if any(type(d) is not int for d in (*dims, *named.values())):
+            raise LeaveFastPath
+        out, _ = VIEWS[op](_stack_of(a), 0, *dims, **named)
+        return (
+            RawStack(out, VIEW) if type(out) is Tensor else tuple([RawStack(w, VIEW) for w in out])
+        )
+
+    return view_stack
+
+
 def _stack_dim(d: Any, rank: int) -> int:
     """A dim of an example as a dim of its stack."""
     if type(d) is not int or not -rank <= d < rank:
@@ -136,29 +161,7 @@ def _stack_dim(d: Any, rank: int) -> int:
     return d if d < 0 else d + 1
 
 
-def _stack_of(a: Any) -> Tensor:
-    if type(a) is not RawStack:
-        raise LeaveFastPath
-    return a.v
-
-
-def _unbind(a: RawStack, dim: int = 0) -> tuple[RawStack, ...]:
-    v = _stack_of(a)
-    return tuple([RawStack(w, VIEW) for w in v.unbind(_stack_dim(dim, v.dim() - 1))])
-
-
-def _unsqueeze(a: RawStack, dim: int) -> RawStack:
-    v = _stack_of(a)
-    return RawStack(v.unsqueeze(_stack_dim(dim, v.dim())), VIEW)
-
-
-def _transpose(a: RawStack, dim0: int, dim1: int) -> RawStack:
-    v = _stack_of(a)
-    rank = v.dim() - 1
-    return RawStack(v.transpose(_stack_dim(dim0, rank), _stack_dim(dim1, rank)), VIEW)
-
-
-def _make_join(op: Callable, more: int) -> Callable:
+def _make_join(op: Any, more: int) -> Callable:
     def join_stacks(tensors: Any, dim: int = 0) -> RawStack:
         if type(tensors) not in (list, tuple) or not tensors:
             raise LeaveFastPath
@@ -166,30 +169,36 @@ def _make_join(op: Callable, more: int) -> Callable:
         first = values[0]
         if any(v.dtype is not first.dtype or v.dim() != first.dim() for v in values):
             raise LeaveFastPath
-        return RawStack(op(values, _stack_dim(dim, first.dim() - 1 + more)))
+        join = find_stack_function(op)
+        return RawStack(join(values, _stack_dim(dim, first.dim() - 1 + more)))
 
     return join_stacks
 
 
-def _make_reduction(op: Callable) -> Callable:
+def _make_reduction(op: Any) -> Callable:
     def reduce_stack(a: RawStack, dim: int, keepdim: bool = False) -> RawStack:
         v = _stack_of(a)
         if type(keepdim) is not bool:
             raise LeaveFastPath
-        return RawStack(op(v, _stack_dim(dim, v.dim() - 1), keepdim))
+        return RawStack(find_stack_function(op)(v, _stack_dim(dim, v.dim() - 1), keepdim))
 
     return reduce_stack
 
 
+aten = torch.ops.aten
+_unbind = _make_view(aten.unbind.int)
 _CALLS: dict[Any, Callable] = {
-    torch.stack: _make_join(torch.stack, 1),
-    torch.cat: _make_join(torch.cat, 0),
+    torch.stack: _make_join(aten.stack.default, 1),
+    torch.cat: _make_join(aten.cat.default, 0),
 }
 for _name, _call in {
     "unbind": _unbind,
-    "unsqueeze": _unsqueeze,
-    "transpose": _transpose,
-    **{name: _make_reduction(getattr(torch, name)) for name in ("sum", "mean", "amax", "amin")},
+    "unsqueeze": _make_view(aten.unsqueeze.default),
+    "transpose": _make_view(aten.transpose.int),
+    "sum": _make_reduction(aten.sum.dim_IntList),
+    "mean": _make_reduction(aten.mean.dim),
+    "amax": _make_reduction(aten.amax.default),
+    "amin": _make_reduction(aten.amin.default),
 }.items():
     for _home in (torch, Tensor):
         _CALLS[getattr(_home, _name)] = _call

@@ -21,16 +21,37 @@ from forall._vmap.rule_makers.basic import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from forall._vmap.registry import Handler
+
 Tensor = torch.Tensor
 
 
-def make_dim_handler(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
+class StackHandler:
+    """A handler that computes by ``run``, which takes stacks (B, *S), and dims as dims of stacks.
+
+    Code that has stacks without wrappers calls ``run`` itself.
+    """
+
+    __slots__ = ("handle", "run")
+
+    def __init__(self, handle: Handler, run: Callable) -> None:
+        self.handle = handle
+        self.run = run
+
+    def __call__(self, level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        return self.handle(level, func, args, kwargs)
+
+
+def make_dim_handler(
+    op: Any, tensors: int = 1, *, run: Any = None, empty_is_all: bool = True
+) -> StackHandler:
     """``op(*tensors, .., dim, ..)``: (B, *S) -> (B, *R), its dims counting those of an example.
 
     A rank-0 example gets a temporary axis, which is removed from the results. If the op takes a
     list of dims, None and (unless ``empty_is_all`` is off) an empty list name every dim of the
-    example.
+    example. ``run`` is called on the stacks in the place of the op.
     """
+    run = run or op
     arguments = op._schema.arguments
     where = next(i for i, a in enumerate(arguments) if a.name == "dim")
     many = "List" in str(arguments[where].type)
@@ -54,13 +75,13 @@ def make_dim_handler(op: Any, tensors: int = 1, *, empty_is_all: bool = True) ->
             rest = [*args[tensors:], *defaults[len(args) :]]
             rest[where - tensors] = stack_dim(rest[where - tensors], rank)
         if rank:
-            return wrap_results(op(*values, *rest, **kwargs), 0, level)
-        out = op(*[v.unsqueeze(1) for v in values], *rest, **kwargs)
+            return wrap_results(run(*values, *rest, **kwargs), 0, level)
+        out = run(*[v.unsqueeze(1) for v in values], *rest, **kwargs)
         if isinstance(out, Tensor):
             return wrap_results(_drop_lent_axis(out), 0, level)
         return wrap_results(tuple(_drop_lent_axis(o) for o in out), 0, level)
 
-    return handler
+    return StackHandler(handler, run)
 
 
 def _drop_lent_axis(out: Tensor) -> Tensor:

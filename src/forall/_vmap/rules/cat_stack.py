@@ -8,6 +8,7 @@ from forall._compat.symbolic_zeros import make_plain_zeros
 from forall._core.axes import stacked_dim
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.registry import SHARED, register_rows
+from forall._vmap.rule_makers.along_dims import StackHandler
 from forall._vmap.rule_makers.basic import expand_to_stack
 
 aten = torch.ops.aten
@@ -21,9 +22,13 @@ def _cat(level, func, args, kwargs):
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     parts = [expand_to_stack(t, level) for t in tensors]
     rank = max(p.dim() for p in parts) - 1
-    # An empty rank-1 example fits anything: torch drops it for backward compatibility.
-    parts = [p for p in parts if not (p.dim() == 2 and p.shape[1] == 0 and rank > 1)]
-    return wrap_stack(torch.cat(parts, stacked_dim(dim, rank)), 0, level)
+    return wrap_stack(_cat_stacks(parts, stacked_dim(dim, rank)), 0, level)
+
+
+def _cat_stacks(parts, dim):
+    """Drop empty rank-1 examples, which fit anything, as torch does for backward compatibility."""
+    rank = max(p.dim() for p in parts) - 1
+    return torch.cat([p for p in parts if rank < 2 or p.dim() > 2 or p.shape[1]], dim)
 
 
 def _stack(level, func, args, kwargs):
@@ -33,7 +38,12 @@ def _stack(level, func, args, kwargs):
     return wrap_stack(torch.stack(parts, stacked_dim(dim, parts[0].dim())), 0, level)
 
 
-register_rows({aten.cat.default: _cat, aten.stack.default: _stack})
+register_rows(
+    {
+        aten.cat.default: StackHandler(_cat, _cat_stacks),
+        aten.stack.default: StackHandler(_stack, torch.stack),
+    }
+)
 
 
 def _same_size(level, func, args, kwargs):

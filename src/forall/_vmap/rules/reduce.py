@@ -12,15 +12,18 @@ from forall._vmap.rule_makers.basic import make_stack_handler
 
 aten = torch.ops.aten
 
+
+def _sum(x, *args, **kwargs):
+    """Sum along dims; an example of rank 0 is dense, as torch's sum of a sparse tensor is."""
+    out = torch.sum(x, *args, **kwargs)
+    return out.to_dense() if out.dim() == 1 and out.layout is torch.sparse_coo else out
+
+
 register_rows(
     {
         op: make_dim_handler(op)
         for op in (
-            aten.sum.dim_IntList,
-            aten.mean.dim,
             aten.nansum.default,
-            aten.amax.default,
-            aten.amin.default,
             aten.logsumexp.default,
             aten.linalg_vector_norm.default,
             aten.norm.ScalarOpt_dim,
@@ -44,6 +47,15 @@ register_rows(
         )
     }
     | {op: make_dim_handler(op, empty_is_all=False) for op in (aten.any.dims, aten.all.dims)}
+    | {  # torch's functions are called faster than operators, and take one dim as an int
+        op: make_dim_handler(op, run=run)
+        for op, run in {
+            aten.sum.dim_IntList: _sum,
+            aten.mean.dim: torch.mean,
+            aten.amax.default: torch.amax,
+            aten.amin.default: torch.amin,
+        }.items()
+    }
 )
 
 
@@ -68,7 +80,7 @@ def make_values_handler(op):
 
 register_rows(
     {
-        aten.sum.default: make_list_dim_handler(aten.sum.dim_IntList),
+        aten.sum.default: make_list_dim_handler(_sum),
         aten.mean.default: make_list_dim_handler(aten.mean.dim),
         aten.max.default: make_list_dim_handler(aten.amax.default),
         aten.min.default: make_list_dim_handler(aten.amin.default),
@@ -84,22 +96,6 @@ register_rows(
         aten.nanmedian.default: make_values_handler(aten.nanmedian.dim),
     }
 )
-
-
-def _make_dense_handler(rule):
-    """Return a handler whose results of rank 0 are dense, as torch's sum of a sparse tensor is."""
-
-    def handler(level, func, args, kwargs):
-        out = rule(level, func, args, kwargs)
-        if args[0].layout is torch.sparse_coo and not out.dim():
-            return wrap_stack(out.value.to_dense(), out.axis, level)
-        return out
-
-    return handler
-
-
-for _op in (aten.sum.default, aten.sum.dim_IntList):
-    HANDLERS[_op] = _make_dense_handler(HANDLERS[_op])
 
 
 _DIMS = [[*range(1, rank)] for rank in range(65)]  # an example's dims in the batched tensor
