@@ -60,7 +60,7 @@ class ProgramTraits(NamedTuple):
     @classmethod
     def read_program(cls, program: Program) -> ProgramTraits:
         roots = [v.root for v in program.values]
-        writes = not program.find_written_roots().isdisjoint(roots[n] for n in program.given)
+        writes = not program.find_written_roots().isdisjoint(roots[n] for n in program.given_values)
         asks = any(node.op in ASSERT_OPS for node in program.nodes)
         may_fail = asks or (not writes and any(map(program.may_raise, program.nodes)))
         draws = any(get_facts(node.op).seeded for node in program.nodes)
@@ -132,7 +132,9 @@ class CacheEntry:
 
     def _compile_program(self, write: Callable) -> Callable:
         """Make a function of the program by ``write``."""
-        return write(self.program, self.program.nodes, self.program.given, self.program.outputs)
+        return write(
+            self.program, self.program.nodes, self.program.given_values, self.program.outputs
+        )
 
     def try_replay(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Run the program; return the result and the generators' states before.
