@@ -19,6 +19,7 @@ from forall._jit.tracing.tracer import ASSERT_OPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from forall._jit.cache.call_state import CallInfo
     from forall._jit.graph import Program
     from forall._jit.guards.build import Guards
 
@@ -129,6 +130,16 @@ class CacheEntry:
     def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         """True if the entry serves such a call, provided that the guards hold."""
         return not self.history.failed and self.overlaps.recur(tensors, nodes, self.traits)
+
+    def make_call(self, call: CallInfo, cache: Any) -> Any:
+        """Return the result of a call with this entry's key, replayed if the entry serves it."""
+        if not self.serves_call(call.tensors, call.nodes):
+            return cache.run_stale(call, self)
+        if self is cache.newest:
+            self.make_fast_test(call.outline, call.leaves, call.tensors, call.nodes)
+        cache.newest = self
+        cache.note_use(call.key, self)
+        return cache.replay_entry(self, call.tensors, call.instead)
 
     def _compile_program(self, write: Callable) -> Callable:
         """Make a function of the program by ``write``."""
