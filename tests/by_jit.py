@@ -30,10 +30,11 @@ from forall._compat.storage import has_memory
 from forall._compat.transform_call import call_transform
 from forall._core.call_site import OURS
 from forall._jit.backends.python_source import write_program
-from forall._jit.cache.call_cache import EagerKind, JitCache
 from forall._jit.cache.call_key import is_free
+from forall._jit.cache.call_state import EagerKind
 from forall._jit.cache.differentiable_entry import DifferentiableEntry
 from forall._jit.cache.entry import CacheEntry
+from forall._jit.cache.jit_cache import JitCache
 from forall._jit.static_args import StaticArguments
 from forall._jit.tracing.trace_call import make_guards
 
@@ -47,7 +48,7 @@ class Quiet(JitCache):
 
     def _keep_eager(self, kind: Any, given: tuple[tuple, dict], why: str) -> EagerKind:
         REASONS[why] += 1
-        self._keep_entry(kind, EagerKind("", why))
+        self.known.put(kind, EagerKind("", why))
         return EagerKind("", why)
 
 

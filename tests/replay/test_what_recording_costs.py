@@ -21,6 +21,7 @@ from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
 from forall._auto_replay import attempt_budget, policy
 from forall._auto_replay.replayed_calls import get_transform_calls
 from forall._jit import deadline
+from forall._jit.cache import call_cache
 from forall._jit.guards import build as guarding
 from forall._jit.tracing import coverage, trace_call, tracer
 
@@ -99,7 +100,7 @@ _WAYS = {
 def counted(at_once, monkeypatch):
     """The attempts and looks are counted, from the first call on."""
     counts = {"attempts": 0, "looks": 0}
-    first, kind_of = policy.AutoReplayCache._try_recording, policy.make_call_key
+    first, kind_of = policy.AutoReplayCache._try_recording, call_cache.make_call_key
 
     def attempted(self, *given):
         counts["attempts"] += 1
@@ -110,7 +111,7 @@ def counted(at_once, monkeypatch):
         return kind_of(*given)
 
     monkeypatch.setattr(policy.AutoReplayCache, "_try_recording", attempted)
-    monkeypatch.setattr(policy, "make_call_key", looked)
+    monkeypatch.setattr(call_cache, "make_call_key", looked)
     return counts
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from forall._api.typing import Jitted, P, R
-    from forall._jit.cache.call_cache import JitCache
+    from forall._jit.cache.jit_cache import JitCache
 
 
 def jit(
@@ -138,7 +138,7 @@ def jit(
 
 def _make_kinds(func: Callable, *how: Any) -> JitCache:
     # Importing these takes a tenth of `import forall`, and many programs never use `jit`.
-    from forall._jit.cache.call_cache import JitCache
+    from forall._jit.cache.jit_cache import JitCache
     from forall._jit.static_args import StaticArguments
 
     static_argnums, static_argnames, backend, fastmath = how

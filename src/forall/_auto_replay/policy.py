@@ -9,8 +9,6 @@ function that may be impure runs eagerly.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from contextlib import suppress
 from math import inf
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,8 +24,8 @@ from forall._compat.native_guards import get_dict_version
 from forall._compat.private_api import has_global_hooks
 from forall._compat.transform_call import call_transform
 from forall._core import config
-from forall._core.python_state import UnguardedState
-from forall._jit.cache.call_key import is_free, make_call_key, read_torch_state
+from forall._jit.cache.call_cache import MOST_ENTRIES, CallCache
+from forall._jit.cache.call_key import is_free, read_torch_state
 from forall._jit.cache.differentiable_entry import DifferentiableEntry
 from forall._jit.cache.entry import MISSED, EntryHistory
 from forall._jit.deadline import (
@@ -37,7 +35,7 @@ from forall._jit.deadline import (
     clock,
 )
 from forall._jit.guards.build import Guards
-from forall._jit.guards.identity import UnfitArgument, find_keyed_objects, outline_call
+from forall._jit.guards.identity import UnfitArgument, find_keyed_objects
 from forall._jit.tracing.coverage import (
     FULL_COVERAGE,
     MOST_OBSERVATIONS,
@@ -55,10 +53,10 @@ from forall._jit.tracing.trace_call import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from forall._jit.cache.call_state import CallInfo
     from forall._jit.cache.entry import CacheEntry
     from forall._jit.tracing.trace_call import TraceOutcome
 
-_MOST = 64  # entries that are kept
 _MOST_PENDING = 256  # kinds of calls that wait to be recorded, the last ones
 _LOOKS_UNTIL_UNUSED = 1024  # looks at calls after which an unused entry makes room for another
 _ATTEMPTS_IN_A_ROW = 6  # attempts for one kind before the pauses between them begin
@@ -72,7 +70,7 @@ _RUNS_OTHERS = "what it runs changes from call to call"
 _FAILS = "it fails where it is recorded, and not as it is"
 
 
-class AutoReplayCache(UnguardedState):
+class AutoReplayCache(CallCache):
     """The auto-replay cache of one transformed function; ``why`` is the reason against replays.
 
     The function ``eager`` is recorded; a call that is not replayed is made by its ``instead``. The
@@ -82,14 +80,11 @@ class AutoReplayCache(UnguardedState):
     def __init__(
         self, eager: Callable, leads_back: Callable[[], None] | None = None, *, stands_in=False
     ) -> None:
+        super().__init__(_MOST_PENDING)
         self.eager = eager
         self.leads_back = leads_back  # called if a program will hold a weakly held object
         self.stands_in = stands_in
         self.unseen: str | None = None  # the reason against replays without an observed call
-        self.known: dict[Any, CacheEntry | _UnfinishedReplay] = {}
-        self.due: OrderedDict[Any, _PendingKind] = OrderedDict()  # kinds that wait to be recorded
-        self.newest: CacheEntry | None = None
-        self.hits = 0
         self.attempts = AttemptBudget()
 
     def run(self, args: tuple, kwargs: dict, instead: Callable[[], Any]) -> Any:
@@ -102,36 +97,25 @@ class AutoReplayCache(UnguardedState):
             and recorded.serves_at_a_glance(len(args), args, args)
         ):
             return self.replay_entry(recorded, args, instead)
-        passes = self.skips_call()
-        if (passes and recorded is None) or not is_free():
+        if (recorded is None and self.skips_call()) or not is_free():
             return instead()
-        try:
-            leaves, outline, nodes = outline_call(args, kwargs)
-            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-            if recorded is not None and recorded.serves_at_a_glance(
-                outline, leaves, tensors, nodes
-            ):
-                return self.replay_entry(recorded, tensors, instead)
-            if passes:
-                return instead()
-            self.attempts.looks += 1
-            kind = make_call_key(outline, leaves, tensors)
-        except UnfitArgument:
-            self.attempts.count_miss(self.hits)
-            return instead()
-        recorded = self.known.get(kind)
-        if recorded is None:
-            return call_transform(self._run_unknown, _CallInfo(kind, args, kwargs, instead, leaves))
-        recorded.history.used = self.attempts.looks
-        if type(recorded) is _UnfinishedReplay:
-            return call_transform(self._take_one_step, kind, recorded, instead)
-        if not recorded.serves_call(tensors, nodes):
-            self._drop_changed(kind, recorded)
-            return instead()
-        if recorded is self.newest:
-            recorded.make_fast_test(outline, leaves, tensors, nodes)
-        self.newest = recorded
-        return self.replay_entry(recorded, tensors, instead)
+        return self.run_by_key(args, kwargs, instead)
+
+    def may_look(self) -> bool:
+        if self.newest is not None and self.skips_call():
+            return False
+        self.attempts.looks += 1
+        return True
+
+    def run_unfit(self, args: tuple, kwargs: dict, why: str, instead: Callable[[], Any]) -> Any:
+        self.attempts.count_miss(self.hits)
+        return instead()
+
+    def note_use(self, key: Any, entry: CacheEntry) -> None:
+        entry.history.used = self.attempts.looks
+
+    def run_unknown(self, call: CallInfo) -> Any:
+        return call_transform(self._run_waiting, call)
 
     def skips_call(self) -> bool:
         """True if a call passes without a look, and count it."""
@@ -140,14 +124,14 @@ class AutoReplayCache(UnguardedState):
     @property
     def why(self) -> str | None:
         """The reason why no call so far was recorded; None if one was, or no reason is known."""
-        found = (due.why for due in reversed([*self.due.values()]) if due.why is not None)
+        found = (due.why for due in reversed([*self.waiting.values()]) if due.why is not None)
         return None if self.known else next(found, None)
 
     def find_obstacle(self) -> str | None:
         """The reason against replaying calls, None if none is known."""
         if self.unseen is None:
             self.unseen = self._analyze_purity(Guards(self.eager))
-        found = (due.why for due in [*self.due.values()] if due.why is not None)
+        found = (due.why for due in [*self.waiting.values()] if due.why is not None)
         return next(found, None) or (None if self.hits else self.unseen)
 
     def _analyze_purity(self, guards: Guards) -> str | None:
@@ -155,17 +139,15 @@ class AutoReplayCache(UnguardedState):
             self.leads_back()
         return find_impurity(guards, stands_in=self.stands_in)
 
-    def _run_unknown(self, call: _CallInfo) -> Any:
+    def _run_waiting(self, call: CallInfo) -> Any:
         """Make a call of a kind that has no entry: run eagerly, or record it."""
-        due = self.due.get(call.kind)
+        due = self.waiting.get(call.key)
         try:
             things = find_keyed_objects(call.args, call.kwargs)
         except UnfitArgument:
             self.attempts.count_miss(self.hits)
             return call.instead()
-        if due is None or not due.matches_objects(
-            things
-        ):  # the ids in the key were of other objects
+        if due is None or not due.matches_objects(things):  # the ids were of other objects
             is_due = config.now.replay == "check"  # record at the first call
             due = _PendingKind(things=tuple(map(_make_weak_ref, things)))
         else:
@@ -177,22 +159,15 @@ class AutoReplayCache(UnguardedState):
         result = call.instead()
         taken = clock() - start
         seconds, spent = min(due.seconds, taken), due.spent + taken
-        self._keep_pending(
-            call.kind, due._replace(seconds=seconds, spent=spent, wait=max(0, due.wait - 1))
+        self.waiting.put(
+            call.key, due._replace(seconds=seconds, spent=spent, wait=max(0, due.wait - 1))
         )
         return result
-
-    def _keep_pending(self, kind: Any, due: _PendingKind) -> None:
-        self.due[kind] = due
-        with suppress(KeyError):  # another thread's calls may have pushed it out
-            self.due.move_to_end(kind)
-            if len(self.due) > _MOST_PENDING:
-                self.due.popitem(last=False)
 
     def _refuse(self, kind: Any, due: _PendingKind, why: str | None) -> None:
         """Run calls of this kind eagerly from now on."""
         self.known.pop(kind, None)
-        self._keep_pending(kind, due._replace(why=why, refused=True, ran=FULL_COVERAGE))
+        self.waiting.put(kind, due._replace(why=why, refused=True, ran=FULL_COVERAGE))
 
     def _postpone(self, kind: Any, due: _PendingKind, why: str | None) -> None:
         """Schedule the next attempt: for some attempts at the next call, then with growing pauses.
@@ -205,13 +180,13 @@ class AutoReplayCache(UnguardedState):
         wait = _CALLS_AFTER_TIMEOUT << due.tries if why == TOO_LONG else at_once
         spent = due.spent if why == TOO_LONG else 0.0
         why = why if due.tries else None  # the first call may have set up state
-        self._keep_pending(kind, due._replace(why=why, tries=due.tries + 1, wait=wait, spent=spent))
+        self.waiting.put(kind, due._replace(why=why, tries=due.tries + 1, wait=wait, spent=spent))
 
     def _may_record(self) -> bool:
         """True if the budget allows an attempt to record a call, and there is room for an entry."""
         oldest = None
-        if len(self.known) >= _MOST:
-            oldest, found = min(self.known.copy().items(), key=lambda item: item[1].history.used)
+        if len(self.known) >= MOST_ENTRIES:
+            oldest, found = min(self.known.list_items(), key=lambda item: item[1].history.used)
             if (
                 found is self.newest
                 or self.attempts.looks - found.history.used < _LOOKS_UNTIL_UNUSED
@@ -222,25 +197,26 @@ class AutoReplayCache(UnguardedState):
         self.known.pop(oldest, None)
         return True
 
-    def _drop_changed(self, kind: Any, before: CacheEntry) -> None:
+    def run_stale(self, call: CallInfo, entry: CacheEntry) -> Any:
         """Drop an entry whose guards failed; record the next call if that is worth it."""
-        self.newest = None
+        kind, self.newest = call.key, None
         self.known.pop(kind, None)
         self.attempts.count_miss(self.hits)
-        history = before.history
+        history = entry.history
         due = history.due._replace(times=history.times, ran=FULL_COVERAGE, sights=0)
-        passes = before.derivative.passes if type(before) is DifferentiableEntry else None
+        passes = entry.derivative.passes if type(entry) is DifferentiableEntry else None
         if passes is not None and passes.is_backward_unused():
             self._refuse(
                 kind, due, "derivatives of its backward pass are taken, or of ever other results"
             )
         elif passes is not None and passes.asked is not None:
-            self._keep_pending(kind, due._replace(asked=passes.asked))
+            self.waiting.put(kind, due._replace(asked=passes.asked))
         else:
             paid = self.hits - history.since >= REPLAYS_PER_ATTEMPT
             self._postpone(kind, due._replace(tries=0) if paid else due, _CHANGES)
+        return call.instead()
 
-    def _try_recording(self, call: _CallInfo, due: _PendingKind) -> Any:
+    def _try_recording(self, call: CallInfo, due: _PendingKind) -> Any:
         until = NO_DEADLINE
         if config.now.replay != "check":
             until = Deadline.make_for_call(due.seconds, due.operators, due.spent)
@@ -255,23 +231,23 @@ class AutoReplayCache(UnguardedState):
                     self._take_first_steps(call, result, until)
                 return result
             if why == TOO_LONG:
-                self._postpone(call.kind, due, why)
+                self._postpone(call.key, due, why)
                 return call.instead()
             if due.sights >= MOST_OBSERVATIONS:
-                self._refuse(call.kind, due, why)
+                self._refuse(call.key, due, why)
                 return call.instead()
             self.unseen = self.unseen or why
         ran = ObservedCoverage(until)
         with ran.observe_calls():
             result = call.instead()
         if ran.why == TOO_LONG:
-            self._postpone(call.kind, due, ran.why)
+            self._postpone(call.key, due, ran.why)
         else:
-            self._keep_pending(call.kind, due._replace(ran=ran, sights=due.sights + 1))
+            self.waiting.put(call.key, due._replace(ran=ran, sights=due.sights + 1))
         return result
 
     def _record_observed(
-        self, call: _CallInfo, due: _PendingKind, guards: Guards, until: Deadline
+        self, call: CallInfo, due: _PendingKind, guards: Guards, until: Deadline
     ) -> Any:
         """Record a call, and check that it runs only code that the last call was seen to run."""
         if not due.ran.seen:
@@ -281,51 +257,51 @@ class AutoReplayCache(UnguardedState):
         with ran.observe_calls():
             result = self._record(call, due, guards, until)
         if [*map(get_dict_version, homes)] != written:
-            self._refuse(call.kind, due, "it rebinds names of another function's")
+            self._refuse(call.key, due, "it rebinds names of another function's")
         elif not ran <= due.ran:
-            now = self.due.get(call.kind)
+            now = self.waiting.get(call.key)
             if ran.why == TOO_LONG:
-                self._postpone(call.kind, due, TOO_LONG)
+                self._postpone(call.key, due, TOO_LONG)
             elif now is None:
-                self._postpone(call.kind, due._replace(ran=ran), _RUNS_OTHERS)
+                self._postpone(call.key, due._replace(ran=ran), _RUNS_OTHERS)
             elif not now.refused:
-                self._keep_pending(call.kind, now._replace(ran=ran))
+                self.waiting.put(call.key, now._replace(ran=ran))
         return result
 
-    def _record(self, call: _CallInfo, due: _PendingKind, guards: Guards, until: Deadline) -> Any:
+    def _record(self, call: CallInfo, due: _PendingKind, guards: Guards, until: Deadline) -> Any:
         before = read_torch_state()
         made = self._begin_recording(call, due.asked, guards, until)
         if made is None:
-            self._postpone(call.kind, due, _FAILS)
+            self._postpone(call.key, due, _FAILS)
             return call.instead()
         if made.steps is None or read_torch_state() != before:
             why = "it changes the state of torch" if made.steps else made.why
             if made.moved:
-                self._postpone(call.kind, due, why)
+                self._postpone(call.key, due, why)
             elif why == TOO_LONG:
                 due = due._replace(operators=made.operators)
-                self._postpone(call.kind, due, why)
+                self._postpone(call.key, due, why)
             else:
-                self._refuse(call.kind, due, why)
+                self._refuse(call.key, due, why)
             return made.result
         unfinished = _UnfinishedReplay(made.steps, due, guards)
         unfinished.history.used = self.attempts.looks
-        self.known[call.kind] = unfinished
-        self.due.pop(call.kind, None)
+        self.known.put(call.key, unfinished)
+        self.waiting.pop(call.key, None)
         return made.result
 
-    def _take_first_steps(self, call: _CallInfo, result: Any, until: Deadline) -> None:
+    def _take_first_steps(self, call: CallInfo, result: Any, until: Deadline) -> None:
         """After a recorded call, take the steps of its program for which there is time."""
-        unfinished = self.known.get(call.kind)
+        unfinished = self.known.get(call.key)
         if type(unfinished) is not _UnfinishedReplay:
             return
-        recorded = self._take_steps(call.kind, unfinished, until)
+        recorded = self._take_steps(call.key, unfinished, until)
         if recorded is not None and config.now.replay == "check":
             tensors = [x for x in call.leaves if isinstance(x, torch.Tensor)]
             _check_first_replay(recorded, tensors, result)
 
     def _begin_recording(
-        self, call: _CallInfo, asked: BackwardPass, guards: Guards, until: Deadline
+        self, call: CallInfo, asked: BackwardPass, guards: Guards, until: Deadline
     ) -> TraceOutcome | None:
         """Record a call; return None if it fails before any effect, so that it can run eagerly.
 
@@ -345,14 +321,13 @@ class AutoReplayCache(UnguardedState):
             before.rewind_generators()
             return None
 
-    def _take_one_step(
-        self, kind: Any, unfinished: _UnfinishedReplay, instead: Callable[[], Any]
-    ) -> Any:
+    def take_one_step(self, unfinished: _UnfinishedReplay, call: CallInfo) -> Any:
+        """Make a call eagerly, and go on with the program of its key while there is time."""
         start = clock()
-        result = instead()
+        result = call.instead()
         with disable_gc():
             until = Deadline.make_for_call(clock() - start)
-            self._take_steps(kind, unfinished, until._replace(work=until.call))
+            self._take_steps(call.key, unfinished, until._replace(work=until.call))
         return result
 
     def _take_steps(
@@ -384,20 +359,20 @@ class AutoReplayCache(UnguardedState):
             since=self.hits,
             used=unfinished.history.used,
         )
-        self.known[kind] = recorded
+        self.known.put(kind, recorded)
         return recorded
 
     def replay_entry(
-        self, recorded: CacheEntry, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
+        self, entry: CacheEntry, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
     ) -> Any:
-        result, drawn = recorded.try_replay(tensors)
+        result, drawn = entry.try_replay(tensors)
         if result is MISSED:
             return instead()
         self.hits += 1
         if config.now.replay == "check":
             if drawn is not None:
                 rng_state.restore_states(drawn)
-            _check_replay(result, instead(), recorded, tensors)
+            _check_replay(result, instead(), entry, tensors)
         return result
 
 
@@ -406,16 +381,6 @@ def _collect_globals(guards: Guards) -> list[dict[str, Any]]:
     functions = (f for f in guards.list_visited() if isinstance(f, FunctionType))
     running = (f.__globals__ for f in functions if guards.ran.may_have_run(f.__code__))
     return [*{id(home): home for home in running}.values()]
-
-
-class _CallInfo(NamedTuple):
-    """A call, with the leaves of its arguments and the function that makes it eagerly."""
-
-    kind: Any
-    args: tuple
-    kwargs: dict
-    instead: Callable[[], Any]
-    leaves: list
 
 
 class _PendingKind(NamedTuple):
@@ -454,6 +419,10 @@ class _UnfinishedReplay(UnfinishedEntry):
     def __init__(self, steps: Any, due: _PendingKind, guards: Guards) -> None:
         super().__init__(steps)
         self.due, self.guards = due, guards
+
+    def make_call(self, call: CallInfo, cache: AutoReplayCache) -> Any:
+        self.history.used = cache.attempts.looks
+        return call_transform(cache.take_one_step, self, call)
 
 
 def _check_first_replay(recorded: CacheEntry, tensors: Sequence[torch.Tensor], result: Any) -> None:

@@ -191,7 +191,7 @@ class Program(Graph):
     calls: dict[int, tuple[OpNode, Callable]] = field(default_factory=dict)
 
     @property
-    def given(self) -> list[int]:
+    def given_values(self) -> list[int]:
         """The values that a call of the program is given: arguments, then captured tensors."""
         return [*self.inputs, *self.captured]
 

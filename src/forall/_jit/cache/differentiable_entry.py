@@ -97,7 +97,7 @@ class OutputMap:
         self.moves = [place[program.outputs[i]] for i in back.moved]
         self.constant = {*range(len(self.numbers))} - {*self.moves}
         self._open = None if views is None else views.run
-        place = _index_by_number(program.given)
+        place = _index_by_number(program.given_values)
         self._viewed = _make_getter([place[n] for n in views.given] if views else ())
 
     def collect_results(self, given: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -117,15 +117,17 @@ class SavedTensors:
         first, last = halves
         made = {n for node in first for n in node.makes()}
         read = dict.fromkeys([*(n for node in last for n in node.reads()), *found])
-        given, outside = {*program.given}, {*outputs.numbers}
+        given, outside = {*program.given_values}, {*outputs.numbers}
         self.numbers = [n for n in read if n in made or n in given]
         self.fresh = [n for n in self.numbers if n in made and n not in outside]
-        hand = _index_by_number([*program.given, *outputs.numbers, *self.fresh])
+        hand = _index_by_number([*program.given_values, *outputs.numbers, *self.fresh])
         kept = _index_by_number(self.numbers)
         self.select = _make_getter([hand[n] for n in self.numbers])  # of the tensors at hand
         # Of those given, the ones that are not saved; where each of those given is saved, else -1.
-        self.select_others = _make_getter([i for i, n in enumerate(program.given) if n not in kept])
-        self.places = [kept.get(n, -1) for n in program.given]
+        self.select_others = _make_getter(
+            [i for i, n in enumerate(program.given_values) if n not in kept]
+        )
+        self.places = [kept.get(n, -1) for n in program.given_values]
 
 
 class Derivative:
@@ -147,7 +149,7 @@ class Derivative:
         found = [n for n in back.gradients if n is not None]
         self.saved = SavedTensors(program, self.halves, self.outputs, found)
         wanted = _index_by_number(back.wanted)
-        self.gradients = [wanted.get(n) for n in program.given]
+        self.gradients = [wanted.get(n) for n in program.given_values]
         self._run: Any = None
         self._layouts = [program.values[n].layout for n in back.cotangents]
 
@@ -156,7 +158,7 @@ class Derivative:
         (first, last), saved = self.halves, self.saved
         found = [n for n in self.back.gradients if n is not None]
         self._run = write(program, last, [*saved.numbers, *self.back.cotangents], found)
-        return write(program, first, program.given, [*self.outputs.numbers, *saved.fresh])
+        return write(program, first, program.given_values, [*self.outputs.numbers, *saved.fresh])
 
     def serves_backward(self, cotangents: Sequence[Tensor | None], times: int) -> bool:
         """True if the backward half serves a backward pass with these cotangents.

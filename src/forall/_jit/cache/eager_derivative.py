@@ -67,7 +67,7 @@ class RecordedCall(NamedTuple):
         in_cotangents = [next(found) if _needs_grad(c) else None for c in given]
         recorded = self.recorded
         in_wanted = dict(zip(recorded.derivative.back.wanted, found, strict=True))
-        return [*in_cotangents, *map(in_wanted.get, recorded.program.given)]
+        return [*in_cotangents, *map(in_wanted.get, recorded.program.given_values)]
 
     def _rerun_function(
         self, tensors: Sequence[Tensor], through: Callable[[Tensor], Tensor]
@@ -94,7 +94,7 @@ class RecordedCall(NamedTuple):
             if drawn is not None:
                 rng_state.restore_states(drawn)
         wanted = [*inputs, *tensors[len(inputs) :]]
-        stops = [wanted[recorded.program.given.index(n)] for n in back.wanted]
+        stops = [wanted[recorded.program.given_values.index(n)] for n in back.wanted]
         return [results[i] for i in back.moved], stops
 
 

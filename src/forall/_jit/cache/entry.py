@@ -19,6 +19,7 @@ from forall._jit.tracing.tracer import ASSERT_OPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from forall._jit.cache.call_state import CallInfo
     from forall._jit.graph import Program
     from forall._jit.guards.build import Guards
 
@@ -60,7 +61,7 @@ class ProgramTraits(NamedTuple):
     @classmethod
     def read_program(cls, program: Program) -> ProgramTraits:
         roots = [v.root for v in program.values]
-        writes = not program.find_written_roots().isdisjoint(roots[n] for n in program.given)
+        writes = not program.find_written_roots().isdisjoint(roots[n] for n in program.given_values)
         asks = any(node.op in ASSERT_OPS for node in program.nodes)
         may_fail = asks or (not writes and any(map(program.may_raise, program.nodes)))
         draws = any(get_facts(node.op).seeded for node in program.nodes)
@@ -130,9 +131,21 @@ class CacheEntry:
         """True if the entry serves such a call, provided that the guards hold."""
         return not self.history.failed and self.overlaps.recur(tensors, nodes, self.traits)
 
+    def make_call(self, call: CallInfo, cache: Any) -> Any:
+        """Return the result of a call with this entry's key, replayed if the entry serves it."""
+        if not self.serves_call(call.tensors, call.nodes):
+            return cache.run_stale(call, self)
+        if self is cache.newest:
+            self.make_fast_test(call.outline, call.leaves, call.tensors, call.nodes)
+        cache.newest = self
+        cache.note_use(call.key, self)
+        return cache.replay_entry(self, call.tensors, call.instead)
+
     def _compile_program(self, write: Callable) -> Callable:
         """Make a function of the program by ``write``."""
-        return write(self.program, self.program.nodes, self.program.given, self.program.outputs)
+        return write(
+            self.program, self.program.nodes, self.program.given_values, self.program.outputs
+        )
 
     def try_replay(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Run the program; return the result and the generators' states before.

@@ -80,12 +80,12 @@ def record_backward(
     """
     moved = {id(y): i for i, y in reversed([*enumerate(ends)]) if y.requires_grad}
     if not torch.is_grad_enabled():  # results that are inputs, or views of them, get no new history
-        outside = {id(t) for t in (*inputs, *recorder.captured.values())}
+        outside = {id(t) for t in (*inputs, *recorder.traced.captured.values())}
         moved = {k: i for k, i in moved.items() if k not in outside and ends[i].grad_fn is not None}
     places = sorted(moved.values())
     if recorder.why is not None or not moved:
         return None
-    ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
+    ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.traced.captured.items()]
     # A tensor in two places is one, with one gradient, in every call of the kind.
     wanted = [*{id(t): (n, t) for n, t in reversed(ways) if _wants_grad(t)}.values()][::-1]
     asked_of = {*asked.live}
@@ -134,11 +134,11 @@ def _check_backward(
 ) -> None:
     if any(t._backward_hooks for t in wanted):
         recorder.stop_recording("a tensor that it is to be differentiated in has a hook")
-    elif recorder.makes_leaves or not wanted:
+    elif recorder.notes.makes_leaves or not wanted:
         recorder.stop_recording(
             "a result's history leads to a tensor that the function has made a leaf"
         )
-    elif certain and (recorder.makes_hooks or has_python_nodes(ends, wanted)):
+    elif certain and (recorder.notes.makes_hooks or has_python_nodes(ends, wanted)):
         recorder.stop_recording("a backward pass of the user's own is part of its history")
     elif not are_independent(wanted):
         recorder.stop_recording(ENTWINED)

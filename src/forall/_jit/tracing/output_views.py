@@ -49,7 +49,7 @@ class OutputBases(NamedTuple):
 def find_output_bases(recorder: Tracer, results: Sequence[Tensor]) -> OutputBases | None:
     """The bases of results that are views; None where no result is one, or one is not certain."""
     numbers = [recorder.add_result(t) for t in results]
-    if recorder.why is not None or recorder.makes_hooks:
+    if recorder.why is not None or recorder.notes.makes_hooks:
         return None
     opening = _OutputBaseFinder(recorder, [n for n in numbers if n is not None])
     if not all(opening.add_result(i, t) for i, t in enumerate(results)):
@@ -60,11 +60,11 @@ def find_output_bases(recorder: Tracer, results: Sequence[Tensor]) -> OutputBase
 class _OutputBaseFinder:
     def __init__(self, recorder: Tracer, numbers: list[int]) -> None:
         self.recorder, self.numbers, self.results = recorder, numbers, {*numbers}
-        self.roots = [v.root for v in recorder.values]
+        self.roots = [v.root for v in recorder.traced.values]
         self.makers = {n: node for node in recorder.nodes for n in node.makes()}
         self.written = {self.roots[n] for node in recorder.nodes for n in node.writes()}
         self.sharing = Counter(self.roots[n] for n in self.results)
-        self.outside = {*recorder.inputs, *recorder.captured}
+        self.outside = {*recorder.inputs, *recorder.traced.captured}
         self.given: list[int] = []
         self.ends: dict[int, tuple[Tensor, tuple[int, bool]]] = {}
         self.nodes: dict[int, OpNode] = {}
@@ -85,7 +85,7 @@ class _OutputBaseFinder:
     def _add_view(self, i: int, t: Tensor) -> bool:
         n = self.numbers[i]
         root, nodes = self.roots[n], self._find_view_chain(n)
-        of = self.recorder.get_tensor(root)
+        of = self.recorder.traced.get_tensor(root)
         if of is None or nodes is None or root in self.written:
             return False
         if t.requires_grad and (_has_detach(nodes) or not is_view_of(t, of)):
@@ -120,7 +120,8 @@ class _OutputBaseFinder:
         if not self.nodes and not self.given:
             return None
         given = [*dict.fromkeys(self.given)]
-        views = Program([], {}, {}, [*self.nodes.values()], self.numbers, self.recorder.values)
+        values = self.recorder.traced.values
+        views = Program([], {}, {}, [*self.nodes.values()], self.numbers, values)
         run = write_view_function(views, [*given, *self.ends], self.cut)
         ends = [t for t, _ in self.ends.values()]
         return OutputBases(

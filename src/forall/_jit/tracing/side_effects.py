@@ -171,11 +171,11 @@ class SideEffectMode(TorchFunctionMode):
             arrays = sys.modules["numpy"].ndarray
             if any(isinstance(a, arrays) for a in pytree.get_leaves((args, kwargs))):
                 self.recorder.stop_recording("the numbers of an array of numpy's may change")
-        self.recorder.tells |= func in TELLS
-        self.recorder.makes_leaves |= changes
-        self.recorder.makes_hooks |= func in _HOOK_CALLS
+        self.recorder.notes.tells |= func in TELLS
+        self.recorder.notes.makes_leaves |= changes
+        self.recorder.notes.makes_hooks |= func in _HOOK_CALLS
         name = getattr(func, "__name__", "")
-        self.recorder.chooses |= name in _KERNEL_CHOOSERS
+        self.recorder.notes.chooses |= name in _KERNEL_CHOOSERS
         given = pytree.get_leaves((args, kwargs)) if name in _SIZE_READERS else []
         if any(isinstance(x, torch.Tensor) and holds_integers(x) for x in given):
             self.recorder.stop_recording(f"{name} reads numbers of which no operator tells")

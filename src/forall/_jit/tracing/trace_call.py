@@ -145,7 +145,7 @@ class StateBeforeCall:
 
     def has_outside_writes(self) -> bool:
         """True if the call may have written into a tensor from outside."""
-        unsaid = self.recorder is not None and self.recorder.writes_unsaid
+        unsaid = self.recorder is not None and self.recorder.notes.writes_unsaid
         return unsaid or [*map(get_version, self.outside)] != self._versions
 
     def rewind_generators(self) -> None:
@@ -219,7 +219,7 @@ class TracedCall:
         moved = recorder.why is None and not guards.hold()
         if moved:
             recorder.stop_recording("it changes Python's state: a list, an attribute, a global")
-        if guards.ran.seen and recorder.tells:  # it read one by a name that no code contains
+        if guards.ran.seen and recorder.notes.tells:  # it read one by a name that no code contains
             recorder.stop_recording(TELLING)
         views = find_output_bases(recorder, ends) if _have_history(ends) else None
         ends = ends if views is None else views.ends
@@ -234,7 +234,7 @@ class TracedCall:
             if why is not None:
                 return TraceOutcome(result, None, why)
         guards.watch_tensors(program.captured.values())
-        if recorder.chooses:
+        if recorder.notes.chooses:
             guards.watch_kernels()
         how = (
             guards,

@@ -22,7 +22,7 @@ NOTE [answers]
 from __future__ import annotations
 
 import sys
-import weakref
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,9 +32,9 @@ from forall._compat.assertions import REQUIRE, raises_on_host
 from forall._compat.devices import synchronize_devices
 from forall._compat.dispatch_state import functions_off, in_torch_func
 from forall._compat.exception_safety import contextmanager
-from forall._compat.lazy_bits import call_with_lazy_bits, is_zero_tensor
+from forall._compat.lazy_bits import call_with_lazy_bits
 from forall._compat.op_schema import OperatorFacts, find_written_args, get_facts
-from forall._compat.private_api import DispatchMode, StorageWeakRef
+from forall._compat.private_api import DispatchMode
 from forall._compat.storage import get_storage_id, has_memory
 from forall._compat.tensor_subclass import CALLS_ON
 from forall._compat.wrapper_tensor import Wrapper
@@ -47,14 +47,9 @@ from forall._jit.deadline import (
     Deadline,
     clock,
 )
-from forall._jit.graph import (
-    Layout,
-    OpNode,
-    Program,
-    Ref,
-    Value,
-)
+from forall._jit.graph import OpNode, Program, Ref
 from forall._jit.tracing.rng_draws import RecordedDraws
+from forall._jit.tracing.traced_values import TracedValues, TraceNotes
 from forall._jit.tracing.uninitialized import reads_uninitialized
 
 if TYPE_CHECKING:
@@ -124,6 +119,13 @@ class TracingHalted(Exception):  # noqa: N818 - no error: the pass runs for the 
     """Signal that a backward pass takes too long to record, to break it off."""
 
 
+class _Phase(Enum):
+    """The part of a recording that is under way."""
+
+    ANSWERS = auto()  # reads of data are recorded as assertions
+    HALTS = auto()  # after the deadline, an exception ends the run
+
+
 class Tracer(DispatchMode):
     """A dispatch mode that records the nodes and values of one call.
 
@@ -140,33 +142,16 @@ class Tracer(DispatchMode):
         super().__init__()
         self.until = until  # the deadline of the recording
         self.operators = 0  # that were called so far
-        self._halts = False
-        self.known = known  # tensors that the function captures in sight of the guards
-        self._draws = RecordedDraws(inputs, generators)
+        self.traced = TracedValues(known)
+        self.notes = TraceNotes()
         self.nodes: list[OpNode] = []
-        self.values: list[Value] = []
-        self.captured: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
-        self._hears = False
-        self._inference = torch.is_inference_mode_enabled()
-        self.writes_unsaid = False  # True after a write that no version counter or schema shows
-        self.makes_leaves = False  # a result's history may end in a tensor of the function's own
-        self.makes_hooks = False  # True after the call has registered hooks for backward
-        self.tells = False  # True after Python read more of a tensor than the cache key has
-        self.chooses = False  # True after an operator for which torch chooses among kernels
         self.given: Any = None  # function, args and kwargs of the torch call that is under way
-        self._numbers: dict[int, int] = {}  # values by the id of a tensor, while that lives
-        self._tensors: list[weakref.ref] = []
-        # The first value of each layout in a storage, as long as the storage lives.
-        self._in_memory: dict[int, tuple[Any, dict[Layout, int]]] = {}
-        self._known_at: dict[tuple[int, Layout], list[torch.Tensor]] = {}
-        for t in known.values():
-            if has_memory(t):
-                self._known_at.setdefault((get_storage_id(t), Layout.from_tensor(t)), []).append(t)
-        self._named: set[int] = set()  # results that were given a value of their own
-        self.inputs = [self._add_value(t, None) for t in inputs]
-        self._given_as = {*self.inputs}
+        self._draws = RecordedDraws(inputs, generators)
+        self._phase: _Phase | None = None
+        self._inference = torch.is_inference_mode_enabled()
+        self.inputs = [self.traced.add(t) for t in inputs]  # these come first
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -178,7 +163,8 @@ class Tracer(DispatchMode):
         self.operators += 1
         known = _OP_FACTS.get(id(func)) or _OpFacts.look_up(func)
         if known.statistics:
-            self.writes_unsaid |= len(find_written_args(func, args)) > len(known.facts.mutates)
+            written = len(find_written_args(func, args))
+            self.notes.writes_unsaid |= written > len(known.facts.mutates)
         if self.why is not None or known.aside:
             with functions_off():  # function modes are to see the user's calls alone
                 return call_with_lazy_bits(func, args, kwargs)
@@ -187,9 +173,9 @@ class Tracer(DispatchMode):
             return func(*args, **kwargs)
         if known.fresh and self._may_read_tensors(sys._getframe()):
             self.stop_recording("the numbers of tensors are read to make another")
-        if known.reads and self._hears and holds_integers(args[0]):
+        if known.reads and self._phase is _Phase.ANSWERS and holds_integers(args[0]):
             return self._record_answer(func, args[0])
-        if func is _EQUAL and self._hears:
+        if func is _EQUAL and self._phase is _Phase.ANSWERS:
             return self._record_equal(*args)
         with functions_off():  # a backward pass has function modes on; they are not to see ours
             node = self._make_node(func, known, args, kwargs)
@@ -197,13 +183,13 @@ class Tracer(DispatchMode):
             if node is not None:
                 if known.facts.seeded:
                     self._draws.note_draw()
-                before = len(self.values)
+                before = len(self.traced.values)
                 if node.op is func:
                     node.outs = self._number_outs(node, args, out)
                 else:
-                    node.outs = self._add_value(out, self._find_root(node, args, out))
+                    node.outs = self.traced.add(out, self._find_root(node, args, out))
                 # Else the result is an alias. An operator without a result is there to raise.
-                if out is None or len(self.values) > before or node.writes():
+                if out is None or len(self.traced.values) > before or node.writes():
                     self.nodes.append(node)
                     if not len(self.nodes) % STEPS_PER_CLOCK_READ:
                         self._check_deadline()
@@ -226,10 +212,11 @@ class Tracer(DispatchMode):
                 self.__torch_dispatch__(_SHAPED, (), (t, [*t.shape]))
 
     def _check_deadline(self) -> None:
-        if self._halts and clock() > self.until.work:
-            self.stop_recording(TOO_LONG)
-            raise TracingHalted
-        if not self._halts and self.until.is_over(self.operators):
+        if self._phase is _Phase.HALTS:
+            if clock() > self.until.work:
+                self.stop_recording(TOO_LONG)
+                raise TracingHalted
+        elif self.until.is_over(self.operators):
             self.stop_recording(TOO_LONG)
 
     def halt_when_late(self) -> AbstractContextManager:
@@ -237,22 +224,22 @@ class Tracer(DispatchMode):
 
         The exception is `TracingHalted`.
         """
-        return self._set_flag("_halts")
+        return self._enter_phase(_Phase.HALTS)
 
     def record_answers(self) -> AbstractContextManager:
         """Return a context within which reads of data are recorded as assertions.
 
         A backward pass is outside of it: a failed assertion there has no call to rerun.
         """
-        return self._set_flag("_hears")
+        return self._enter_phase(_Phase.ANSWERS)
 
     @contextmanager
-    def _set_flag(self, flag: str) -> Iterator[None]:
-        setattr(self, flag, True)
+    def _enter_phase(self, phase: _Phase) -> Iterator[None]:
+        self._phase = phase
         try:
             yield
         finally:
-            setattr(self, flag, False)
+            self._phase = None
 
     def _record_answer(self, func: Any, t: Any) -> Any:
         answer = func(t)
@@ -285,53 +272,15 @@ class Tracer(DispatchMode):
             self.why = why
         self.nodes, self.constants = [], {}
 
-    def get_tensor(self, n: int) -> torch.Tensor | None:
-        """The tensor of a value, None if it does not live any more."""
-        return self._tensors[n]()
-
-    def find_value(self, t: torch.Tensor) -> int | None:
-        """The number of a tensor's value, None if the tensor's origin is unknown."""
-        n = self._numbers.get(id(t))
-        if n is not None and self._tensors[n]() is t:
-            return n
-        return self._add_captured(t) if id(t) in self.known else self._find_alias(t)
-
-    def _find_alias(self, t: torch.Tensor) -> int | None:
-        """The value of a tensor that torch or a level made as an alias, which no mode sees.
-
-        Several tensors may have that storage and layout. To the program they are one value, but not
-        to autograd: the alias may be of any captured tensor that requires grad. So all of these are
-        entered in the program.
-        """
-        place, layout = get_storage_id(t), Layout.from_tensor(t)
-        found = self._find_in_storage(place).get(layout)
-        for known in self._known_at.get((place, layout), ()):
-            if found is None or known.requires_grad:
-                n = self._add_captured(known)
-                found = n if found is None else found
-        return found
-
-    def _find_in_storage(self, place: int) -> dict[Layout, int]:
-        """The values in a storage by layout, none if the storage was freed."""
-        held, numbers = self._in_memory.get(place, (None, {}))
-        return {} if held is None or held.expired() else numbers
-
-    def _add_captured(self, t: torch.Tensor) -> int:
-        n = self._numbers.get(id(t))
-        if n is None or self._tensors[n]() is not t:
-            n = self._add_value(t, None)
-            self.captured[n] = t
-        return n
-
     def add_hidden_constant(self, t: torch.Tensor) -> None:
         """Enter a tensor of our own as a constant: it is the same in each call, unseen by modes."""
         if self.why is None:
-            self.constants[self._add_value(t, None)] = t.clone()
+            self.constants[self.traced.add(t)] = t.clone()
 
     def is_from_outside(self, t: torch.Tensor) -> bool:
         """True if a tensor was there before the call, or its origin is unknown."""
-        n = self.find_value(t) if has_memory(t) else -1
-        return n is None or n in self._given_as or n in self.captured
+        n = self.traced.find(t) if has_memory(t) else -1
+        return n is None or 0 <= n < len(self.inputs) or n in self.traced.captured
 
     def make_program(self, outputs: Iterable[torch.Tensor | int]) -> Program | None:
         """The recorded program with these results; None where ``why`` is the reason against it."""
@@ -339,16 +288,16 @@ class Tracer(DispatchMode):
             self.stop_recording(_SEED)
         numbers = [t if isinstance(t, int) else self.add_result(t) for t in outputs]
         found = [n for n in numbers if n is not None]
-        seen = (*found, *self.inputs, *self.captured)
-        if self.why is None and reads_uninitialized(self.nodes, self.values, seen):
+        seen = (*found, *self.inputs, *self.traced.captured)
+        if self.why is None and reads_uninitialized(self.nodes, self.traced.values, seen):
             self.stop_recording("memory is written where no operator tells")
         if self.why is not None:
             return None
         synchronize_devices(self.constants.values())
         return Program(
-            values=self.values,
+            values=self.traced.values,
             inputs=self.inputs,
-            captured=self.captured,
+            captured=self.traced.captured,
             constants=self.constants,
             nodes=self.nodes,
             outputs=found,
@@ -356,31 +305,31 @@ class Tracer(DispatchMode):
 
     def add_input(self, t: torch.Tensor) -> int:
         """Enter a tensor from outside as a value, in whose place later calls have other tensors."""
-        return self._add_value(t, None)
+        return self.traced.add(t)
 
     def add_result(self, t: torch.Tensor) -> int | None:
         """The value of a result, with a detach or an alias recorded where it needs its own."""
-        n = self.find_value(t) if has_memory(t) else None
+        n = self.traced.find(t) if has_memory(t) else None
         if n is None:
             self.stop_recording("a result comes from where no operator was seen")
-        elif n in self._named:
+        elif n in self.traced.aliases:
             return n
         elif self.why is None and not t.requires_grad and self._is_view_of_outside(n):
             return self._add_alias(n, t, aten.detach.default)
-        elif self.why is None and self._tensors[n]() is not t:  # the user sees two tensors
+        elif self.why is None and self.traced.get_tensor(n) is not t:  # the user sees two tensors
             return self._add_alias(n, t, aten.alias.default)
         return n
 
     def _is_view_of_outside(self, n: int) -> bool:
         """True if a value is a view of a tensor from outside that requires grad."""
-        root = self.values[n].root
-        known = self._tensors[root]()
+        root = self.traced.values[n].root
+        known = self.traced.get_tensor(root)
         return known is not None and known.requires_grad and self.is_from_outside(known)
 
     def _add_alias(self, n: int, t: torch.Tensor, op: Any) -> int:
-        named = self._add_value(t, self.values[n].root)
+        named = self.traced.add(t, self.traced.values[n].root)
         self.nodes.append(OpNode(op, (Ref(n),), {}, named))
-        self._named.add(named)
+        self.traced.aliases.add(named)
         return named
 
     def _make_node(self, func: Any, known: _OpFacts, args: tuple, kwargs: dict) -> OpNode | None:
@@ -388,7 +337,8 @@ class Tracer(DispatchMode):
         if fact.is_collective:  # a program may drop or reorder what all processes have to call
             self.stop_recording(f"{func} communicates between processes")
             return None
-        looks = fact.dynamic and not self._hears and _has_dynamic_shape(func, args)
+        hears = self._phase is _Phase.ANSWERS
+        looks = fact.dynamic and not hears and _has_dynamic_shape(func, args)
         changes = known.changes
         if changes and not self.is_from_outside(args[0]):
             func = _AS_VIEWS.get(func, func)  # from now on the tensor is a view of its old value
@@ -400,8 +350,8 @@ class Tracer(DispatchMode):
             self._draws.has_stray_draw() or self._draws.uses_unknown_generator((args, kwargs))
         ):
             self.stop_recording(_SEED)
-        if known.fresh and self.find_value(args[0]) is None:  # a tensor just made of Python numbers
-            self.constants[self._add_value(args[0], None)] = args[0].clone()
+        if known.fresh and self.traced.find(args[0]) is None:  # just made of Python numbers
+            self.constants[self.traced.add(args[0])] = args[0].clone()
         args = tuple([self._convert_argument(a) for a in args])
         kwargs = (
             {name: self._convert_argument(a) for name, a in kwargs.items()} if kwargs else kwargs
@@ -415,7 +365,7 @@ class Tracer(DispatchMode):
 
     def _make_ref(self, t: torch.Tensor) -> Ref | None:
         """The reference that stands for a tensor argument; unknown tensors end the recording."""
-        n = self.find_value(t) if has_memory(t) else None
+        n = self.traced.find(t) if has_memory(t) else None
         if n is None:
             self.stop_recording(
                 f"a tensor of class {type(t).__name__}, {t.layout}, {t.dtype}"
@@ -429,8 +379,8 @@ class Tracer(DispatchMode):
             if not has_memory(out):
                 self.stop_recording(f"{node.op} returns a tensor of {out.layout}, {out.dtype}")
                 return None
-            n = self.find_value(out)
-            return self._add_value(out, self._find_root(node, args, out)) if n is None else n
+            n = self.traced.find(out)
+            return self.traced.add(out, self._find_root(node, args, out)) if n is None else n
         if isinstance(out, (tuple, list)):
             return [self._number_outs(node, args, o) for o in out]
         if out is not None:
@@ -440,27 +390,13 @@ class Tracer(DispatchMode):
     def _find_root(self, node: OpNode, args: tuple, out: torch.Tensor) -> int | None:
         """The root of the argument that a result shares memory with."""
         place = get_storage_id(out)
-        if not self._find_in_storage(place):  # new memory, of no argument
+        if not self.traced.find_in_storage(place):  # new memory, of no argument
             return None
         tensors = [a for a in pytree.get_leaves((args, node.kwargs)) if isinstance(a, torch.Tensor)]
         for n, a in zip(node.reads(), tensors, strict=False):
             if get_storage_id(a) == place:
-                return self.values[n].root
+                return self.traced.values[n].root
         return None
-
-    def _add_value(self, t: torch.Tensor, root: int | None) -> int:
-        n = len(self.values)
-        layout = Layout.from_tensor(t)
-        self.values.append(Value(layout, n if root is None else root, is_zero_tensor(t)))
-        self._numbers[id(t)] = n
-        self._tensors.append(weakref.ref(t))
-        place = get_storage_id(t)
-        held, numbers = self._in_memory.get(place, (None, {}))
-        if held is None or held.expired():
-            held, numbers = StorageWeakRef(t.untyped_storage()), {}
-            self._in_memory[place] = held, numbers
-        numbers.setdefault(layout, n)
-        return n
 
 
 class _OpFacts(NamedTuple):
