@@ -124,6 +124,25 @@ forall.jit(lambda a: a.sin())(x).sin()
 forall.jit(one)(x, x)  # pyright: ignore[reportCallIssue]
 Model().step(x, x)  # pyright: ignore[reportArgumentType]
 
+# --- parameters, names and options that are lost where a signature is --------------------------
+
+assert_type(jacfwd(with_aux, 1, has_aux=True, randomness="same")(*aux), tuple[Any, list[str]])
+assert_type(jacrev(one, (0,), return_value=True, chunk_size="auto")(x), tuple[Any, Tensor])
+assert_type(forall.jacobian(with_aux, has_aux=True, holomorphic=True)(*aux), tuple[Any, list[str]])
+assert_type(forall.hvp(scalar, argnames="p", return_value=True)(*aux, params)[1][1], Tensor)
+assert_type(forall.hessian_diag(scalar, return_value=True)(params, x=x)[1], tuple[Any, Tensor])
+assert_type(forall.per_example_grad_norm(scalar, in_dims=0)(params, x) is None, bool)
+assert_type(forall.explain(grad(one))(x).ways, tuple[str, ...])
+assert_type(forall.random.key(0), Tensor)
+assert_type(forall.config.replay, bool | str)
+grad(one, has_axu=True)(x)  # pyright: ignore[reportCallIssue]
+jacrev(one, randomness="same")  # pyright: ignore[reportCallIssue]
+jacfwd(one, 0, True)  # pyright: ignore[reportCallIssue]
+forall.laplacian(one, holomorphic=True)  # pyright: ignore[reportCallIssue]
+jvp(one, (x,), (x,), stric=True)  # pyright: ignore[reportCallIssue]
+forall.linearize(pair, x, x)[1](x)  # pyright: ignore[reportCallIssue]
+vjp(one, x, has_aux=3)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
 # --- lambdas and functions without types are let pass ------------------------------------------
 
 model = torch.nn.Linear(3, 3)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import nullcontext
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from forall._api.execution.transform_decorator import ReplayableCalls
 
 F = TypeVar("F", bound="Callable")
-_NOBODY = nullcontext()
 _AT_POINT: dict[Callable, _Definition] = {}
 
 
@@ -49,9 +47,8 @@ def define_transform(
         def transform(func: Callable, *args: Any, **kwargs: Any) -> Callable:
             argument_checks.check_callable(own.verb, func)
             eager = own.function(func, *args, **kwargs)
-            options = own.bind_options(args, kwargs)
-            shortcuts = {}
-            if not is_dynamo_compiling():
+            options, shortcuts = own.bind_options(args, kwargs), {}
+            if own.makers and not is_dynamo_compiling():
                 shortcuts = {name: make(func, options) for name, make in own.makers.items()}
             return replay_transform(func, (own.verb, *options.items()), **shortcuts)(eager)
 
@@ -68,25 +65,28 @@ def define_transform_at_point(by_torch: Callable | None = None) -> Callable[[F],
 
     def decorate(run: F) -> F:
         own = _Definition(run)
-        hand_over = by_torch or functools.partial(functorch_interop.call_torch_func, own.verb)
+        run_by_torch = by_torch or functools.partial(functorch_interop.call_torch_func, own.verb)
+
+        def run_or_hand_over(func: Callable, *args: Any, **kwargs: Any) -> Any:
+            run = run_by_torch if functorch_interop.must_hand_over() else own.function
+            return run(func, *args, **kwargs)
 
         @functools.wraps(run)
         def transform(func: Callable, *args: Any, **kwargs: Any) -> Any:
             argument_checks.check_callable(own.verb, func)
             if is_dynamo_compiling():
                 if functorch_interop.must_hand_over():
-                    return hand_over(func, *args, **kwargs)
-                options = own.bind_options(args, kwargs)
-                point = (*args, *[x for name, x in kwargs.items() if name not in options])
+                    return run_by_torch(func, *args, **kwargs)
+                point = (*args, *[x for name, x in kwargs.items() if name not in own.defaults])
+                options = own.bind_keywords(kwargs)
                 return dynamo_call.call_transform(own.verb, options, func, point, {})
-            listening, profiled = functorch_interop.is_dynamo_listening(), profiler.is_profiling()
-            with (
-                profiler.make_span(str(TransformCall(own.verb, func))) if profiled else _NOBODY,
-                functorch_interop.run_eagerly() if listening else _NOBODY,
-            ):
-                if functorch_interop.must_hand_over():
-                    return hand_over(func, *args, **kwargs)
-                return own.function(func, *args, **kwargs)
+            if functorch_interop.is_dynamo_listening():
+                with functorch_interop.run_eagerly():
+                    return transform(func, *args, **kwargs)
+            if profiler.is_profiling():
+                with profiler.make_span(str(TransformCall(own.verb, func))):
+                    return run_or_hand_over(func, *args, **kwargs)
+            return run_or_hand_over(func, *args, **kwargs)
 
         _AT_POINT[transform] = own
         return cast("F", transform)
@@ -100,11 +100,11 @@ def is_transform_at_point(x: Any) -> bool:
 
 
 def find_calls_at_point(
-    transform: Callable, func: Callable, args: tuple, kwargs: dict
+    transform: Callable, func: Callable, kwargs: dict
 ) -> ReplayableCalls | None:
-    """Return the calls that are counted with this one: ``transform(func, *args, **kwargs)``."""
+    """Return the calls that are counted with a call of ``transform`` with these keywords."""
     own = _AT_POINT[transform]
-    return find_point_calls(own.verb, func, own.bind_options(args, kwargs))
+    return find_point_calls(own.verb, func, own.bind_keywords(kwargs))
 
 
 class _Definition(UnguardedState):
@@ -117,10 +117,16 @@ class _Definition(UnguardedState):
         self.function, self.makers = function, makers or {}
         self.verb = function.__name__
         _, *parameters = inspect.signature(function).parameters.values()
-        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        options = [p for p in parameters if p.default is not p.empty]
+        self.defaults = {p.name: p.default for p in options}
+        self.names = [p.name for p in options if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def bind_options(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """Return the options of a call, all of them, in the order of the signature."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        return {name: given.get(name, default) for name, default in self.defaults.items()}
+        """Return all options of a call that passes nothing else, in the order of the signature."""
+        if not args and not kwargs:
+            return self.defaults
+        return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def bind_keywords(self, kwargs: dict) -> dict[str, Any]:
+        """Return all options of a call at a point, which are passed by keyword alone."""
+        return {name: kwargs.get(name, default) for name, default in self.defaults.items()}

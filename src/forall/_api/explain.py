@@ -218,7 +218,7 @@ def _explain_transformed(
 
 def _explain_at_point(transform: Any, func: Callable, /, *args: Any, **kwargs: Any) -> Explanation:
     def find_calls() -> ReplayableCalls | None:
-        return find_calls_at_point(transform, func, args, kwargs)
+        return find_calls_at_point(transform, func, kwargs)
 
     def describe() -> str:
         calls = find_calls()

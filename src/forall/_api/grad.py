@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,6 @@ from forall._api.argnums import (
 )
 from forall._api.argnums import with_value_as_aux as with_its_value
 from forall._api.define_transform import define_transform
-from forall._api.typing import (
-    A,
-    P,
-    R,
-    X,
-)
 from forall._autodiff import reverse_mode
 from forall._compat import functorch_interop
 from forall._compat.tensor_subclass import posing, unwrap_posed
@@ -58,42 +52,6 @@ def _make_autograd_call(verb: str, func: Callable, options: dict[str, Any]) -> C
     return differentiate_by_autograd
 
 
-@overload
-def grad(
-    func: Callable[Concatenate[A, P], torch.Tensor],
-    argnums: Literal[0] = 0,
-    has_aux: Literal[False] = False,
-    *,
-    argnames: None = None,
-    holomorphic: bool = False,
-) -> Callable[Concatenate[A, P], A]: ...
-@overload
-def grad(
-    func: Callable[Concatenate[A, P], tuple[torch.Tensor, X]],
-    argnums: Literal[0] = 0,
-    *,
-    has_aux: Literal[True],
-    argnames: None = None,
-    holomorphic: bool = False,
-) -> Callable[Concatenate[A, P], tuple[A, X]]: ...
-@overload
-def grad(
-    func: Callable[P, tuple[torch.Tensor, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    has_aux: Literal[True],
-    argnames: str | tuple[str, ...] | None = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, X]]: ...
-@overload
-def grad(
-    func: Callable[P, Any],
-    argnums: int | tuple[int, ...] = 0,
-    has_aux: bool = False,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    holomorphic: bool = False,
-) -> Callable[P, Any]: ...
 @define_transform(alone=functools.partial(_make_autograd_call, "grad"))
 def grad(
     func: Callable,
@@ -147,24 +105,6 @@ def grad(
     return _make_gradient("grad", argnums, argnames, has_aux, holomorphic)
 
 
-@overload
-def grad_and_value(  # with has_aux what func returns, (value, aux), comes back as it is
-    func: Callable[Concatenate[A, P], R],
-    argnums: Literal[0] = 0,
-    has_aux: bool = False,
-    *,
-    argnames: None = None,
-    holomorphic: bool = False,
-) -> Callable[Concatenate[A, P], tuple[A, R]]: ...
-@overload
-def grad_and_value(
-    func: Callable[P, R],
-    argnums: int | tuple[int, ...] = 0,
-    has_aux: bool = False,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, R]]: ...
 @define_transform(alone=functools.partial(_make_autograd_call, "grad_and_value"))
 def grad_and_value(
     func: Callable,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from forall._api import argument_checks
 from forall._api.argnums import (
@@ -24,9 +24,6 @@ from forall._api.jacobian_blocks import (
 )
 from forall._api.typing import (
     Chunk,
-    P,
-    R,
-    X,
 )
 from forall._compat import functorch_interop
 from forall._core.errors import TransformCall
@@ -35,54 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@overload
-def jacrev(
-    func: Callable[P, Any],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-    _preallocate_and_copy: bool = False,
-) -> Callable[P, Any]: ...
-@overload
-def jacrev(
-    func: Callable[P, tuple[Any, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-    _preallocate_and_copy: bool = False,
-) -> Callable[P, tuple[Any, X]]: ...
-@overload
-def jacrev(
-    func: Callable[P, R],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-    _preallocate_and_copy: bool = False,
-) -> Callable[P, tuple[Any, R]]: ...
-@overload
-def jacrev(
-    func: Callable[P, tuple[R, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-    _preallocate_and_copy: bool = False,
-) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 @define_transform()
 def jacrev(
     func: Callable,
@@ -152,54 +101,6 @@ def jacrev(
     return make_jacobian_transform("jacrev", which, has_aux, return_value, rows, **options)
 
 
-@overload
-def jacfwd(
-    func: Callable[P, Any],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[False] = False,
-    randomness: str = "error",
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, Any]: ...
-@overload
-def jacfwd(
-    func: Callable[P, tuple[Any, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[False] = False,
-    randomness: str = "error",
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, X]]: ...
-@overload
-def jacfwd(
-    func: Callable[P, R],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[True],
-    randomness: str = "error",
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, R]]: ...
-@overload
-def jacfwd(
-    func: Callable[P, tuple[R, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[True],
-    randomness: str = "error",
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 @define_transform()
 def jacfwd(
     func: Callable,
@@ -268,50 +169,6 @@ def jacfwd(
     return make_jacobian_transform("jacfwd", which, has_aux, return_value, columns, **options)
 
 
-@overload
-def hessian(
-    func: Callable[P, Any],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, Any]: ...
-@overload
-def hessian(
-    func: Callable[P, tuple[Any, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, X]]: ...
-@overload
-def hessian(
-    func: Callable[P, R],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
-@overload
-def hessian(
-    func: Callable[P, tuple[R, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
 @define_transform()
 def hessian(
     func: Callable,

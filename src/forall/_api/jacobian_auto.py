@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING
 
 from forall._api import argument_checks
 from forall._api.chunk_size import get_torch_chunk_size
@@ -11,9 +11,6 @@ from forall._api.jacobian import make_jacobian_transform
 from forall._api.jacobian_mode import compute_by_fewer
 from forall._api.typing import (
     Chunk,
-    P,
-    R,
-    X,
 )
 
 if TYPE_CHECKING:
@@ -24,50 +21,6 @@ if TYPE_CHECKING:
     from forall._core.errors import TransformCall
 
 
-@overload
-def jacobian(
-    func: Callable[P, Any],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, Any]: ...
-@overload
-def jacobian(
-    func: Callable[P, tuple[Any, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, X]]: ...
-@overload
-def jacobian(
-    func: Callable[P, R],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, R]]: ...
-@overload
-def jacobian(
-    func: Callable[P, tuple[R, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-    holomorphic: bool = False,
-) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 @define_transform()
 def jacobian(
     func: Callable,

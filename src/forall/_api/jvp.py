@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._api import argument_checks
 from forall._api.define_transform import define_transform_at_point
 from forall._api.execution.transform_decorator import call_or_replay
-from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level
 from forall._autodiff.dual_tensor import make_dual, unpack_dual
 from forall._compat import functorch_interop, pytree
@@ -26,28 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-@overload
-def jvp(
-    func: Callable[[*Ts], R],
-    primals: tuple[*Ts],
-    tangents: tuple[*Ts],
-    *,
-    strict: bool = False,
-    has_aux: Literal[False] = False,
-) -> tuple[R, R]: ...
-@overload
-def jvp(
-    func: Callable[[*Ts], tuple[R, X]],
-    primals: tuple[*Ts],
-    tangents: tuple[*Ts],
-    *,
-    strict: bool = False,
-    has_aux: Literal[True],
-) -> tuple[R, R, X]: ...
-@overload
-def jvp(
-    func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
-) -> Any: ...
 @define_transform_at_point()
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False

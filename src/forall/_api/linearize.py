@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +11,6 @@ from forall._api import argument_checks
 from forall._api.define_transform import define_transform_at_point
 from forall._api.execution.transform_decorator import call_or_replay, can_replay, find_calls
 from forall._api.jvp import detach_results, run_on_duals
-from forall._api.typing import R, Ts
 from forall._autodiff import jvp_level, reverse_mode
 from forall._autodiff.dual_tensor import make_dual
 from forall._autodiff.linear_tape import (
@@ -33,10 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@overload
-def linearize(func: Callable[[*Ts], R], *primals: *Ts) -> tuple[R, Callable[[*Ts], R]]: ...
-@overload
-def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]: ...
 @define_transform_at_point(functorch_interop.linearize_by_jvp)
 def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """The value of a function at a point, and its derivative there as a linear function.

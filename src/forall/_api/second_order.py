@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,9 +16,6 @@ from forall._api.jvp import push_forward
 from forall._api.linearize import linearize_with_aux
 from forall._api.typing import (
     Chunk,
-    P,
-    R,
-    X,
 )
 from forall._api.vmap import vmap
 from forall._autodiff import standard_basis
@@ -30,42 +27,6 @@ if TYPE_CHECKING:
 COLUMNS = 64  # of the Hessian at once, unless chunk_size says otherwise
 
 
-@overload
-def hvp(
-    func: Callable[..., Any],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[False] = False,
-) -> Callable[..., Any]: ...
-@overload
-def hvp(
-    func: Callable[..., tuple[Any, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[False] = False,
-) -> Callable[..., tuple[Any, X]]: ...
-@overload
-def hvp(
-    func: Callable[..., R],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[True],
-) -> Callable[..., tuple[Any, tuple[Any, R]]]: ...
-@overload
-def hvp(
-    func: Callable[..., tuple[R, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[True],
-) -> Callable[..., tuple[Any, tuple[Any, R, X]]]: ...
 @define_transform()
 def hvp(
     func: Callable,
@@ -124,46 +85,6 @@ def hvp(
     return compute_product
 
 
-@overload
-def hessian_diag(
-    func: Callable[P, Any],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-) -> Callable[P, Any]: ...
-@overload
-def hessian_diag(
-    func: Callable[P, tuple[Any, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-) -> Callable[P, tuple[Any, X]]: ...
-@overload
-def hessian_diag(
-    func: Callable[P, R],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
-@overload
-def hessian_diag(
-    func: Callable[P, tuple[R, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
 @define_transform()
 def hessian_diag(
     func: Callable,
@@ -215,46 +136,6 @@ def hessian_diag(
     )
 
 
-@overload
-def laplacian(
-    func: Callable[P, R],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-) -> Callable[P, R]: ...
-@overload
-def laplacian(
-    func: Callable[P, tuple[R, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[False] = False,
-    chunk_size: Chunk = None,
-) -> Callable[P, tuple[R, X]]: ...
-@overload
-def laplacian(
-    func: Callable[P, R],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[False] = False,
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-) -> Callable[P, tuple[R, tuple[Any, R]]]: ...
-@overload
-def laplacian(
-    func: Callable[P, tuple[R, X]],
-    argnums: int | tuple[int, ...] = 0,
-    *,
-    argnames: str | tuple[str, ...] | None = None,
-    has_aux: Literal[True],
-    return_value: Literal[True],
-    chunk_size: Chunk = None,
-) -> Callable[P, tuple[R, tuple[Any, R, X]]]: ...
 @define_transform()
 def laplacian(
     func: Callable,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +10,6 @@ from forall._api import argument_checks
 from forall._api.argnums import DiffLeaves
 from forall._api.define_transform import define_transform_at_point
 from forall._api.execution.transform_decorator import make_replayable
-from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level, reverse_mode
 from forall._autodiff.dual_tensor import make_dual, unpack_dual
 from forall._compat import functorch_interop, pytree
@@ -35,16 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-@overload
-def vjp(
-    func: Callable[[*Ts], R], *primals: *Ts, has_aux: Literal[False] = False
-) -> tuple[R, Callable[..., tuple[*Ts]]]: ...
-@overload
-def vjp(
-    func: Callable[[*Ts], tuple[R, X]], *primals: *Ts, has_aux: Literal[True]
-) -> tuple[R, Callable[..., tuple[*Ts]], X]: ...
-@overload
-def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any: ...
 @define_transform_at_point()
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function and its pull-back, by reverse mode.

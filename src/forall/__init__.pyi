@@ -1,0 +1,460 @@
+# Types of the public names, for type checkers: the overloads are here and nowhere else.
+
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, TypeAlias, overload
+
+from torch import Tensor
+from torch.func import functionalize, replace_all_batch_norm_modules_
+
+from forall import random as random
+from forall._api.chunk_size import Chunks
+from forall._api.debug_unwrap import debug_unwrap
+from forall._api.explain import Explanation, explain
+from forall._api.functional_call import functional_call, stack_module_state
+from forall._api.jit import jit
+from forall._api.per_example_grad_norm import per_example_grad_norm
+from forall._api.stacked import stacked
+from forall._api.torch_func_patch import install, installed, uninstall
+from forall._api.typing import A, Chunk, P, R, Ts, X
+from forall._api.vmap import vmap
+from forall._compat.versions import rearrange
+from forall._control_flow.associative_scan import associative_scan
+from forall._control_flow.cond import cond, switch
+from forall._control_flow.scan import map, scan  # noqa: A004 - the name that it has in JAX
+from forall._control_flow.while_loop import fori_loop, while_loop
+from forall._core.config import now as config
+from forall._core.errors import PerformanceWarning
+
+__all__ = [
+    "Chunks",
+    "Explanation",
+    "PerformanceWarning",
+    "associative_scan",
+    "cond",
+    "config",
+    "debug_unwrap",
+    "explain",
+    "fori_loop",
+    "functional_call",
+    "functionalize",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "hessian_diag",
+    "hvp",
+    "install",
+    "installed",
+    "jacfwd",
+    "jacobian",
+    "jacrev",
+    "jit",
+    "jvp",
+    "laplacian",
+    "linearize",
+    "map",
+    "per_example_grad_norm",
+    "rearrange",
+    "replace_all_batch_norm_modules_",
+    "scan",
+    "stack_module_state",
+    "stacked",
+    "switch",
+    "uninstall",
+    "vjp",
+    "vmap",
+    "while_loop",
+]
+
+Argnums: TypeAlias = int | tuple[int, ...]
+Argnames: TypeAlias = str | tuple[str, ...] | None
+
+@overload
+def grad(
+    func: Callable[Concatenate[A, P], Tensor],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    argnames: None = None,
+    holomorphic: bool = False,
+) -> Callable[Concatenate[A, P], A]: ...
+@overload
+def grad(
+    func: Callable[Concatenate[A, P], tuple[Tensor, X]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    argnames: None = None,
+    holomorphic: bool = False,
+) -> Callable[Concatenate[A, P], tuple[A, X]]: ...
+@overload
+def grad(
+    func: Callable[P, tuple[Tensor, X]],
+    argnums: Argnums = 0,
+    *,
+    has_aux: Literal[True],
+    argnames: Argnames = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def grad(
+    func: Callable[P, Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    argnames: Argnames = None,
+    holomorphic: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def grad_and_value(  # with has_aux what func returns, (value, aux), comes back as it is
+    func: Callable[Concatenate[A, P], R],
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: None = None,
+    holomorphic: bool = False,
+) -> Callable[Concatenate[A, P], tuple[A, R]]: ...
+@overload
+def grad_and_value(
+    func: Callable[P, R],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    argnames: Argnames = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacrev(
+    func: Callable[P, Any],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def jacrev(
+    func: Callable[P, tuple[Any, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacrev(
+    func: Callable[P, R],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacrev(
+    func: Callable[P, tuple[R, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+@overload
+def jacfwd(
+    func: Callable[P, Any],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def jacfwd(
+    func: Callable[P, tuple[Any, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacfwd(
+    func: Callable[P, R],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacfwd(
+    func: Callable[P, tuple[R, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+@overload
+def hessian(
+    func: Callable[P, Any],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def hessian(
+    func: Callable[P, tuple[Any, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def hessian(
+    func: Callable[P, R],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hessian(
+    func: Callable[P, tuple[R, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
+@overload
+def jacobian(
+    func: Callable[P, Any],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def jacobian(
+    func: Callable[P, tuple[Any, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacobian(
+    func: Callable[P, R],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacobian(
+    func: Callable[P, tuple[R, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+@overload
+def jvp(
+    func: Callable[[*Ts], R],
+    primals: tuple[*Ts],
+    tangents: tuple[*Ts],
+    *,
+    strict: bool = False,
+    has_aux: Literal[False] = False,
+) -> tuple[R, R]: ...
+@overload
+def jvp(
+    func: Callable[[*Ts], tuple[R, X]],
+    primals: tuple[*Ts],
+    tangents: tuple[*Ts],
+    *,
+    strict: bool = False,
+    has_aux: Literal[True],
+) -> tuple[R, R, X]: ...
+@overload
+def jvp(
+    func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
+) -> Any: ...
+@overload
+def linearize(func: Callable[[*Ts], R], *primals: *Ts) -> tuple[R, Callable[[*Ts], R]]: ...
+@overload
+def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]: ...
+@overload
+def hvp(
+    func: Callable[..., Any],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+) -> Callable[..., Any]: ...
+@overload
+def hvp(
+    func: Callable[..., tuple[Any, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+) -> Callable[..., tuple[Any, X]]: ...
+@overload
+def hvp(
+    func: Callable[..., R],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+) -> Callable[..., tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hvp(
+    func: Callable[..., tuple[R, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+) -> Callable[..., tuple[Any, tuple[Any, R, X]]]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, Any],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, Any]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, tuple[Any, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, R],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, tuple[R, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
+@overload
+def laplacian(
+    func: Callable[P, R],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, R]: ...
+@overload
+def laplacian(
+    func: Callable[P, tuple[R, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[R, X]]: ...
+@overload
+def laplacian(
+    func: Callable[P, R],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[R, tuple[Any, R]]]: ...
+@overload
+def laplacian(
+    func: Callable[P, tuple[R, X]],
+    argnums: Argnums = 0,
+    *,
+    argnames: Argnames = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[R, tuple[Any, R, X]]]: ...
+@overload
+def vjp(
+    func: Callable[[*Ts], R], *primals: *Ts, has_aux: Literal[False] = False
+) -> tuple[R, Callable[..., tuple[*Ts]]]: ...
+@overload
+def vjp(
+    func: Callable[[*Ts], tuple[R, X]], *primals: *Ts, has_aux: Literal[True]
+) -> tuple[R, Callable[..., tuple[*Ts]], X]: ...
+@overload
+def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any: ...
