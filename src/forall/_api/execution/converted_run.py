@@ -50,7 +50,7 @@ def run_converted(call: MappedCall) -> tuple[list, Any]:
     code = find_code(call.func)
     why: Obstacle | None = None
     for deep in (True,) if code in _NEED_LIBRARIES else (False, True):
-        with convert_libraries(deep):
+        with convert_libraries(deep) as libraries:
             function = convert(call.func, strict=True)
             if isinstance(function, Refusal):
                 raise DivergedGroups(call.groups, Obstacle.from_refusal(function))
@@ -62,7 +62,7 @@ def run_converted(call: MappedCall) -> tuple[list, Any]:
                 found = Obstacle.from_cause(gave_up.why)
                 # The second attempt converts libraries too; the first names user code as the cause.
                 why = found if why is None or not why.has_place else why
-                if not thread.met_others:
+                if not libraries.were_called:
                     break
             else:
                 if deep and code is not None:
