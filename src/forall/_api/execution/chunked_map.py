@@ -9,7 +9,6 @@ import torch
 
 from forall._api.chunk_size import make_chunks
 from forall._api.execution.groups import join_groups
-from forall._api.execution.mapped_call import OptionsOverride
 from forall._api.execution.strategy import run_mapped_call
 from forall._compat import rng_state
 from forall._compat.storage import empty_cache, has_allocated_on_accelerator, is_out_of_memory
@@ -22,12 +21,6 @@ if TYPE_CHECKING:
     from forall._api.typing import Chunk
 
 
-class OutOfMemoryRetry(OptionsOverride):
-    """The options of a call whose runs are undone, to be retried, if memory does not suffice."""
-
-    retries_on_oom = True
-
-
 def run_in_chunks(call: MappedCall, chunk: Chunk) -> tuple[list, Any]:
     """Run all examples in chunks, and return the leaves and the tree of their results."""
     size = call.arguments.size
@@ -35,7 +28,7 @@ def run_in_chunks(call: MappedCall, chunk: Chunk) -> tuple[list, Any]:
     if size <= 1 or chunks is None or (chunks.size != "auto" and chunks.size >= size):
         return run_mapped_call(call)
     if chunks.size == "auto":
-        call = call._replace(options=OutOfMemoryRetry(call.options))
+        call = call._replace(options=call.options._replace(retries_on_oom=True))
     same = call.draws.flag == "same"
     drawn = rng_state.save_states(call.arguments.leaves) if same else {}
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._api.execution.mapped_call import OptionsOverride
 from forall._api.execution.single_run import DivergedGroups, run_together
 from forall._compat import pytree
 from forall._compat.storage import is_out_of_memory
@@ -31,7 +30,7 @@ from forall._vmap.active_set.merge import UndefinedForExamples, has_only_some_ex
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._api.execution.mapped_call import MappedCall
+    from forall._api.execution.mapped_call import MappedCall, VmapOptions
     from forall._vmap.vmap_level import VmapLevel
 
 _NEED_LIBRARIES = CodeSet()  # of functions for which libraries had to be converted too
@@ -76,7 +75,7 @@ def run_converted(call: MappedCall) -> tuple[list, Any]:
 
 def _run_attempt(call: MappedCall, function: Callable) -> tuple[list, Any]:
     whole = _check_uniform_results(function, call.func)
-    options = ConvertedOptions(call.options)
+    options = call.options._replace(must_rerun=_must_rerun)
     return run_together(call._replace(func=whole, options=options), "converted")
 
 
@@ -172,20 +171,17 @@ def _find_hidden_leaves(leaves: list[Any], spec: Any) -> list[Any]:
     return [*contexts, *pytree.get_leaves(held)]
 
 
-class ConvertedOptions(OptionsOverride):
-    """The options of a call that runs converted source."""
+def _must_rerun(options: VmapOptions, level: VmapLevel, error: BaseException) -> bool:
+    """Return True if converted code that ended with an error has to be run in another way.
 
-    def must_rerun(self, level: VmapLevel, error: BaseException | None) -> bool:
-        """Return True if converted code has to be run in another way.
-
-        An error may come from some examples, or from the conversion. The function itself shows
-        which error the loop raises first.
-        """
-        limit = level.state.limit
-        if limit is not None and error is limit.reached:
-            return False
-        if self.options.retries_on_oom and is_out_of_memory(error):
-            return False
-        if isinstance(error, Diverged):  # examples diverged in code that cannot run again
-            return error.level.root is level
-        return isinstance(error, (Exception, *CONVERSION_ERRORS))
+    An error may come from some examples, or from the conversion. The function itself shows which
+    error the loop raises first.
+    """
+    limit = level.state.limit
+    if limit is not None and error is limit.reached:
+        return False
+    if options.retries_on_oom and is_out_of_memory(error):
+        return False
+    if isinstance(error, Diverged):  # examples diverged in code that cannot run again
+        return error.level.root is level
+    return isinstance(error, (Exception, *CONVERSION_ERRORS))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._api import mapped_inputs
-from forall._api.execution.mapped_call import OptionsOverride, make_index
+from forall._api.execution.mapped_call import make_index
 from forall._api.execution.single_run import (
     DivergedGroups,
     StateSnapshot,
@@ -36,18 +36,9 @@ if TYPE_CHECKING:
 
     from forall._api.execution.mapped_call import MappedCall
     from forall._api.mapped_inputs import OutDims
-    from forall._vmap.mutation.mutation_log import MutationLog
 
     Tensor = torch.Tensor
     Part = tuple[Sequence[int], list, Any]  # numbers of examples, the results' leaves, their tree
-
-
-class GroupOptions(OptionsOverride):
-    """The options of a call for one group, which collect its mutation log."""
-
-    def __init__(self, options: Any, logs: list[MutationLog]) -> None:
-        super().__init__(options)
-        self.logs = logs
 
 
 def run_in_groups(call: MappedCall) -> tuple[list, Any]:
@@ -138,7 +129,7 @@ class GroupedRun:
             self.before.draw_again()
         if part.options.report is not None:
             part.options.report.note_group(len(numbers))
-        part = part._replace(options=GroupOptions(part.options, self.touched.ledgers))
+        part = part._replace(options=part.options._replace(logs=self.touched.ledgers))
         self.parts.append((numbers, *run_once(part)))
 
     def _is_independent(self, numbers: list[int], part: MappedCall, nodes: list) -> bool:

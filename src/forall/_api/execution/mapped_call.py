@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forall._api.mapped_inputs import OutDims
     from forall._core.errors import CallOrigin, TransformCall
     from forall._divergence.report import Report
+    from forall._vmap.mutation.mutation_log import MutationLog
     from forall._vmap.randomness import CallRandomness
     from forall._vmap.vmap_level import VmapLevel
 
@@ -35,23 +36,10 @@ class VmapOptions(NamedTuple):
     ragged: bool
     max_steps: int | None
     report: Report | None
-
-    retries_on_oom = False  # True if a run is undone when memory does not suffice
-    logs = None  # a list that collects the mutation log of each run, if there is one
-
-    def must_rerun(self, level: VmapLevel, error: BaseException | None) -> bool:
-        """Return True if a run that ended with this error is to be run in another way."""
-        return False
-
-
-class OptionsOverride:
-    """The options of a call, with the attributes of a subclass in the place of some."""
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.options, name)
+    retries_on_oom: bool = False  # True if a run is undone when memory does not suffice
+    logs: list[MutationLog] | None = None  # collects the mutation log of each run
+    # Returns True if a run that ended with an error is to be run in another way.
+    must_rerun: Callable[[VmapOptions, VmapLevel, BaseException], bool] | None = None
 
 
 class MappedArguments(NamedTuple):
@@ -102,7 +90,7 @@ class MappedCall(NamedTuple):
     places: OutDims  # of the axes of examples in the results
     draws: CallRandomness
     origin: CallOrigin  # the user's call, and the numbers of these examples in it
-    options: Any  # `VmapOptions`, or an override of them
+    options: VmapOptions
     groups: list[list[int]] | None = None  # of examples that agree, once they are known
 
     def some(self, numbers: Sequence[int]) -> MappedCall:

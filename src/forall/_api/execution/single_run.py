@@ -226,7 +226,7 @@ class StateSnapshot:
 class Rollback:
     """A context that undoes all side effects of a run if its examples diverge."""
 
-    __slots__ = ("call", "level", "noting", "state", "watched")
+    __slots__ = ("call", "level", "noting", "state")
 
     def __init__(self, call: MappedCall, level: VmapLevel) -> None:
         self.call, self.level = call, level
@@ -235,8 +235,7 @@ class Rollback:
         draws = self.state is not None and self.state.drawn is not None
         self.noting = self.state.record_generators() if draws else _NOTHING
         level.state.mutation_log.undoable = undoable
-        self.watched = call.options.logs is not None
-        if self.watched:
+        if call.options.logs is not None:
             call.options.logs.append(level.state.mutation_log)
 
     def __enter__(self) -> None:
@@ -247,7 +246,13 @@ class Rollback:
         level = self.level
         log = level.state.mutation_log
         parted, why = level.state.divergence or (None, None)
-        if parted is None and error is not None and self.call.options.must_rerun(level, error):
+        options = self.call.options
+        if (
+            parted is None
+            and error is not None
+            and options.must_rerun is not None
+            and options.must_rerun(options, level, error)
+        ):
             parted, why = [[*range(level.size)]], error
         if parted is not None and self.state is not None:
             # Even if the signal did not arrive: a bare `except:` of the user's may have caught it.
@@ -262,7 +267,7 @@ class Rollback:
             return
         if log.before.grads:
             log.before.unwrap_shared_grads()
-        if not self.watched:
+        if options.logs is None:
             log.drop_undo_state()
 
     def _undo(self, state: StateSnapshot) -> None:
