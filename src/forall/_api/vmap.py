@@ -358,7 +358,7 @@ class VmapCall(NamedTuple):
 
     def run_once(self) -> tuple[list, Any]:
         """Run the function once; raise `Groups` if its examples diverge."""
-        config = VmapConfig(self.draws.flag, diverges=self.options.divergence == "split")
+        config = VmapConfig(self.draws.flag, self.options.divergence == "split")
         level = VmapLevel(self.arguments.size, config, top())
         level.origin = self.origin
         level.state.scope = self.draws.scope(level, self.origin.numbers)
