@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from itertools import count
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -45,7 +45,7 @@ from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.wrapper_tensor import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from forall._core.errors import CallOrigin
 
@@ -87,10 +87,7 @@ class LiftCache(dict[int, tuple[torch.Tensor, torch.Tensor]]):
     captures the tensor again, finds the same stand-in through them.
     """
 
-    __slots__ = ("past",)
-
-    def __init__(self) -> None:
-        self.past: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = {}
+    past: Mapping[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = MappingProxyType({})
 
     def release(self) -> None:
         """Release the tensors with their stand-ins, except for weak references."""
