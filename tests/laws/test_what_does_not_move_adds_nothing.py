@@ -55,6 +55,29 @@ def test_linearize_is_so_too(name):
         torch.testing.assert_close(push(t), f(t) - f(0 * t))
 
 
+I = W.where(W != 0, math.inf)  # noqa: E741 - with an inf, of shape (3, 4)
+OF_A_BIAS = {
+    "addmm": (lambda b: torch.addmm(b, I, W.T, beta=2), (3, 3), 2),
+    "addmm of a row": (lambda b: torch.addmm(b, I, W.T), (3,), 1),
+    "addmv": (lambda b: torch.addmv(b, I, C), (3,), 1),
+    "baddbmm": (lambda b: torch.baddbmm(b, I[None], W.T[None], beta=0.5), (1, 3, 3), 0.5),
+    "linear": (lambda b: F.linear(W, I, b), (3,), 1),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_BIAS)
+def test_a_bias_alone_is_not_added_to_a_product_of_zeros(name):
+    f, shape, beta = OF_A_BIAS[name]
+    b, t = torch.ones(shape, dtype=torch.float64), torch.full(shape, 3.0, dtype=torch.float64)
+    wanted = (t * beta).expand(f(b).shape)
+    for found in (jvp(f, (b,), (t,))[1], linearize(f, b)[1](t), jit(jvp)(f, (b,), (t,))[1]):
+        torch.testing.assert_close(found, wanted)
+    several = vmap(lambda t: jvp(f, (b,), (t,))[1])(torch.stack([t, 2 * t]))
+    torch.testing.assert_close(several, torch.stack([wanted, 2 * wanted]))
+    second = jvp(lambda b: jvp(f, (b,), (t,))[1], (b,), (t,))[1]
+    torch.testing.assert_close(second, torch.zeros_like(wanted))
+
+
 OF_A_VECTOR = {
     "mv": lambda w, x: w @ x,
     "mv of a transpose": lambda w, x: w.t().contiguous().t() @ x,

@@ -132,7 +132,7 @@ def _compute_norm(func: Callable, args: tuple, kwargs: dict, which: tuple, has_a
                 (scalar,), (ones,), variables, retain_graph=recorded, create_graph=recorded
             )
         with functions_off():
-            squares = [*map(ghost_norm.compute_squared_norm, found, variables)]
+            squares = [*map(ghost_norm.compute_squared_grad_norm, found, variables)]
             norm = _take_root_of_sum(squares).to(_find_norm_dtype(variables))
     return reverse_mode.detach_from_run((norm, value, *aux), run, outer)
 

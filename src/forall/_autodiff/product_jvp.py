@@ -38,9 +38,10 @@ PRODUCTS = frozenset(_FACTORS)
 
 
 def push_product(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the product with its tangent, one level down, if one factor has a tangent; else None.
+    """Return the product with its tangent, one level down, or None where torch's formula is right.
 
-    For an operator without a formula in torch, both factors may have one.
+    That is where both factors have a tangent, unless torch has no formula, or where no argument
+    has one.
     """
     if has_users_tangents():
         return None  # a factor that is no value of the level may have a tangent of the user's
@@ -48,14 +49,18 @@ def push_product(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         pairs = [level.split_dual(a) for a in args]
         i, j = _FACTORS[func]
         both = pairs[i][1] is not None and pairs[j][1] is not None
-        if (pairs[i][1] is None and pairs[j][1] is None) or (both and func not in _WITHOUT_FORMULA):
+        if all(t is None for _, t in pairs) or (both and func not in _WITHOUT_FORMULA):
             return None
         if is_in_backward() and any(t is None and _has_hidden_tangent(p) for p, t in pairs):
             return None
         primals = [p for p, _ in pairs]
         tangents = [p if t is None else t for p, t in pairs]
         primal = func(*primals, **kwargs)
-        if i and pairs[0][1] is None:  # a bias without a tangent
+        moving = primals[i] if pairs[j][1] is None else primals[j]
+        if pairs[i][1] is None and pairs[j][1] is None:  # the bias alone has a tangent
+            moving, beta = primals[0], kwargs.get("beta", 1)
+            tangent = torch.zeros_like(primal) + (tangents[0] if beta == 1 else tangents[0] * beta)
+        elif i and pairs[0][1] is None:  # a bias without a tangent
             tangent = _UNBIASED[func](*tangents[1:3])
             alpha = kwargs.get("alpha", 1)
             tangent = tangent if alpha == 1 else tangent * alpha
@@ -65,9 +70,8 @@ def push_product(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
             )
         else:
             tangent = func(*tangents, **kwargs)
-        moving = primals[i] if pairs[j][1] is None else primals[j]
         if moving.requires_grad and not tangent.requires_grad and level.outer_grad:
-            # The derivative of the tangent in that factor is zero: it is connected to the factor,
+            # The derivative of the tangent in that tensor is zero: it is connected to the tensor,
             # so that autograd does not report an unused input.
             tangent = tangent + moving.narrow(0, 0, 0).sum()
         return attach_tangent(primal, tangent)

@@ -59,7 +59,7 @@ def invalidate_marks() -> None:
 
 
 def make_identity(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an identity matrix that `is_identity_score` recognises until the next write."""
+    """Return an identity matrix that `is_identity` recognises until the next write."""
     made = torch.eye(size, dtype=dtype, device=device)
     plain = _unwrap_shared(made)
     if plain is not None and get_version(plain) >= 0:

@@ -48,7 +48,7 @@ _KEEP_NORMS = REARRANGEMENTS.union(IN_ZEROS)
 _JOINS = frozenset({aten.cat.default, aten.stack.default})
 
 
-def compute_squared_norm(g: Tensor | None, x: Tensor) -> Tensor:
+def compute_squared_grad_norm(g: Tensor | None, x: Tensor) -> Tensor:
     """Return the squared norm of the gradient of ``x``, in its dtype or a wider one."""
     if g is None:
         return torch.zeros((), dtype=x.dtype.to_real(), device=x.device)
@@ -181,7 +181,7 @@ class ConcatTerm(outer_products.Term):
 
     def compute_squared_norm(self) -> Tensor:
         self.check_versions()
-        return functools.reduce(torch.add, [compute_squared_norm(a, a) for a in self.args[0]])
+        return functools.reduce(torch.add, [compute_squared_grad_norm(a, a) for a in self.args[0]])
 
 
 class GhostNormMode(DispatchMode):
