@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.axes import pad_rank
 from forall._vmap.rule_makers.basic import (
     MappedStack,
     expand_stack,
     is_mapped,
     lower_shared,
     move_to_front,
+    pad_example_rank,
     reenter_level,
 )
 
@@ -46,7 +46,7 @@ class StackIndices:
         self.adjacent = given[-1] - given[0] + 1 == len(given)
         self.consumed = sum(entries[n].dim() if _is_mask(entries[n]) else 1 for n in given)
         self.rank = max(_index_rank(entries[n]) for n in given)
-        self.indices = [_pad_index_rank(i, self.rank) for i in entries]
+        self.indices = [pad_example_rank(i, self.rank) for i in entries]
 
     def index_examples(self, size: int, device: torch.device) -> list:
         """The indices to apply to the stack (B, *S)."""
@@ -70,13 +70,6 @@ def _is_mask(i: Any) -> bool:
 
 def _index_rank(i: Any) -> int:
     return i.v.dim() - 1 if isinstance(i, MappedStack) else 1 if _is_mask(i) else i.dim()
-
-
-def _pad_index_rank(i: Any, rank: int) -> Any:
-    """(B, *I) with as many dims for each example as the longest index has."""
-    if not isinstance(i, MappedStack):
-        return i
-    return pad_rank(i.v, rank)
 
 
 def _replace_masks(indices: Sequence[Any]) -> list:

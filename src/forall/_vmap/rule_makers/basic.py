@@ -10,7 +10,7 @@ import torch
 from forall._compat.op_schema import map_arguments
 from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.axes import move_axis_to_front
+from forall._core.axes import move_axis_to_front, pad_rank
 from forall._core.levels import set_acting_level
 from forall._vmap import registry
 from forall._vmap.batched_tensor import BatchedTensor, derive_view, wrap_stack
@@ -162,6 +162,16 @@ def expand_stack(a: MappedStack | Tensor, size: int) -> Tensor:
     return a.v if isinstance(a, MappedStack) else a.expand(size, *a.shape)
 
 
+def pad_example_rank(a: Any, rank: int) -> Any:
+    """(B, 1, .., *S), examples of at least ``rank`` dims; what all share broadcasts as it is."""
+    return pad_rank(a.v, rank) if isinstance(a, MappedStack) else a
+
+
+def get_value(a: MappedStack | Tensor) -> Tensor:
+    """(B, *S), or *S where all examples share ``a``."""
+    return a.v if isinstance(a, MappedStack) else a
+
+
 def get_example_shape(a: MappedStack | Tensor) -> torch.Size:
     """*S."""
     return a.v.shape[1:] if isinstance(a, MappedStack) else a.shape
@@ -172,13 +182,14 @@ def get_example_rank(a: MappedStack | Tensor) -> int:
     return a.v.dim() - 1 if isinstance(a, MappedStack) else a.dim()
 
 
-def get_dtype(a: MappedStack | Tensor) -> torch.dtype:
-    return a.v.dtype if isinstance(a, MappedStack) else a.dtype
-
-
 def unsqueeze_shared(a: MappedStack | Tensor) -> Tensor:
     """(B, *S), or (1, *S) where all examples share ``a``."""
     return a.v if isinstance(a, MappedStack) else a.unsqueeze(0)
+
+
+def to_full_precision(x: Tensor) -> Tensor:
+    """Convert half precision to float32, for sums over many entries."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 # --- reaching the level from inside a handler ---------------------------------------------------

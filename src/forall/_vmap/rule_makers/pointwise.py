@@ -31,20 +31,18 @@ _CPU = torch.device("cpu")
 HALVES = (torch.float16, torch.bfloat16)
 # With a half tensor on the left, torch computes these with the exact number on the right, be it
 # Python's or a tensor of rank 0. Other operators round it to half first.
-_EXACT = frozenset(
-    [
-        "mul",
-        "multiply",
-        "rmul",
-        "div",
-        "divide",
-        "true_divide",
-        "truediv",
-        "floor_divide",
-        "floordiv",
-        "ldexp",
-    ]
-)
+_EXACT = [
+    "mul",
+    "multiply",
+    "rmul",
+    "div",
+    "divide",
+    "true_divide",
+    "truediv",
+    "floor_divide",
+    "floordiv",
+    "ldexp",
+]
 # Operators that refuse operands of several dtypes, so that none may be cast for them.
 _UNPROMOTED = frozenset({"lerp", "heaviside", "complex", "polar"})
 

@@ -27,6 +27,7 @@ from forall._vmap.rule_makers.basic import (
     MappedStack,
     expand_stack,
     get_example_shape,
+    get_value,
     make_stack_handler,
 )
 
@@ -101,10 +102,6 @@ class GroupFold(BatchFold):
     y, y_back = x, x_back
 
 
-def _get_value(a: MappedStack | Tensor) -> Tensor:
-    return a.v if isinstance(a, MappedStack) else a
-
-
 def _count_entries(x: Tensor, w: Tensor, how: Sequence[Any]) -> float:
     """Estimate how many entries the result has for each of the images (N, *), ignoring edges."""
     stride, transposed, groups = how[0], how[3], how[5]
@@ -132,7 +129,7 @@ def convolution(size, x, w, bias, *how):
         y = _multiply_channels(x.v, w, within)
     else:
         p = place(size, groups, transposed=geometry[3])
-        x, w = p.x(_get_value(x)), p.w(_get_value(w))
+        x, w = p.x(get_value(x)), p.w(get_value(w))
 
         def run_kernel(v: Tensor) -> Tensor:
             return torch.convolution(v, w, within, *geometry, p.groups)
@@ -165,7 +162,7 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
         place = GroupFold if isinstance(w, MappedStack) else BatchFold
         # Kernels use the shape alone of this operand. An expanded one would be copied.
         gx = _convolve_backward(
-            place, g, g.new_empty((size, *get_example_shape(x))), _get_value(w), 0, how
+            place, g, g.new_empty((size, *get_example_shape(x))), get_value(w), 0, how
         )
     if for_w and isinstance(x, MappedStack):
         gw = choose_weight_grad(g, x.v, get_example_shape(w), *how)(
@@ -208,7 +205,7 @@ def _is_product(v: Tensor, w: MappedStack | Tensor, *how: Any) -> bool:
     """True if the convolution of images or cotangents (B, N, ..) is a product with the filters."""
     if prod(get_example_shape(w)[2:]) != 1:
         return False
-    (stride, padding, _, transposed, _, groups), w = how[:6], _get_value(w)
+    (stride, padding, _, transposed, _, groups), w = how[:6], get_value(w)
     if transposed or groups != 1 or any(padding) or any(s != 1 for s in stride):
         return False
     # An outer level runs its own rule, and might have to copy operands that are expanded here.

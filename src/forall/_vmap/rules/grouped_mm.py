@@ -22,6 +22,7 @@ from forall._vmap.rule_makers.basic import (
     MappedStack,
     expand_stack,
     get_example_rank,
+    get_value,
     loop_and_stack,
     make_stack_handler,
     unsqueeze_shared,
@@ -98,7 +99,7 @@ def _multiply_groups(
 ) -> Tensor:
     """Multiply all examples in one call, or in several if there are too many groups for one."""
     ranks = (get_example_rank(x), get_example_rank(w))
-    most = max(1, _GROUPS // (_get_value(offs).shape[-1] + 1))
+    most = max(1, _GROUPS // (get_value(offs).shape[-1] + 1))
     if size > most and (ranks == (2, 2) or isinstance(w if ranks == (2, 3) else x, MappedStack)):
         outs = []
         for n in range(0, size, most):
@@ -122,16 +123,11 @@ def _transpose(x: MappedStack | Tensor) -> MappedStack | Tensor:
     return MappedStack(x.v.mT) if isinstance(x, MappedStack) else x.mT
 
 
-def _get_value(x: MappedStack | Tensor) -> Tensor:
-    """Return the batched tensor, or the unbatched one as it is."""
-    return x.v if isinstance(x, MappedStack) else x
-
-
 def _multiply_rows(
     size: int, x: MappedStack | Tensor, w: MappedStack | Tensor, offs: MappedStack | Tensor
 ) -> Tensor:
     """Multiply rows by their group's matrix: (B, R, K), (B, G, K, N), (B, G) -> (B, R, N)."""
-    n = _get_value(x).shape[-2]
+    n = get_value(x).shape[-2]
     ends = _find_ends(offs, n)
     if isinstance(w, MappedStack):  # rows after an example's last end are put into its last group
         rows = _align_rows(expand_stack(x, size).flatten(0, 1))
@@ -157,7 +153,7 @@ def _multiply_inner(
     size: int, x: MappedStack | Tensor, w: MappedStack | Tensor, offs: MappedStack | Tensor
 ) -> Tensor:
     """Multiply with the summed dim K in groups: (B, M, K), (B, K, N), (B, G) -> (B, G, M, N)."""
-    n = _get_value(w).shape[-2]
+    n = get_value(w).shape[-2]
     ends = _find_ends(offs, n)
     if not isinstance(offs, MappedStack) and not isinstance(w, MappedStack):
         columns = _align_rows(x.v.mT.movedim(0, 1).flatten(1))

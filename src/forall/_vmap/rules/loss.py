@@ -13,9 +13,9 @@ from forall._vmap.registry import CALLS, register_rows
 from forall._vmap.rule_makers.basic import (
     MappedStack,
     expand_stack,
-    get_dtype,
     get_example_rank,
     get_example_shape,
+    get_value,
     make_stack_handler,
 )
 from forall._vmap.rule_makers.pointwise import result_dtype
@@ -40,7 +40,7 @@ def broadcast_operands(size: int, tensors: list) -> list[Tensor]:
     """Return the operands (B, *S), broadcast and promoted as the examples are."""
     ranks = [get_example_rank(t) for t in tensors]
     rank = max(ranks)
-    if rank and not min(ranks) and len({get_dtype(t) for t in tensors}) > 1:
+    if rank and not min(ranks) and len({get_value(t).dtype for t in tensors}) > 1:
         tensors = _promote_dtypes(tensors)
     return list(torch.broadcast_tensors(*[pad_rank(expand_stack(t, size), rank) for t in tensors]))
 
@@ -48,8 +48,8 @@ def broadcast_operands(size: int, tensors: list) -> list[Tensor]:
 def _promote_dtypes(tensors: list) -> list:
     """Promote dtypes as the examples do: one of rank 0 promotes less than its batched tensor."""
     common = result_dtype(
-        tuple(get_dtype(t) for t in tensors[:2] if get_example_rank(t)),
-        tuple(get_dtype(t) for t in tensors[:2] if not get_example_rank(t)),
+        tuple(get_value(t).dtype for t in tensors[:2] if get_example_rank(t)),
+        tuple(get_value(t).dtype for t in tensors[:2] if not get_example_rank(t)),
     )
     return [
         MappedStack(t.v.to(common)) if isinstance(t, MappedStack) else t.to(common) for t in tensors
@@ -168,7 +168,7 @@ def _make_nll_backward_handler(func: Any, dims: int):
         x, t = flatten_loss_rows(x, dims + 1, size), flatten_loss_rows(target, dims, size)
         g = expand_stack(g, size)
         if reduction == MEAN:
-            g = g / (total.v if isinstance(total, MappedStack) else total)
+            g = g / get_value(total)
         g = (
             g.reshape(t.shape)
             if reduction == NONE
@@ -205,11 +205,7 @@ def _unflatten_rows(out: Tensor, x: MappedStack | Tensor, size: int) -> Tensor:
 def row_cotangent(
     g: MappedStack | Tensor, x: MappedStack | Tensor, reduction: int, size: int
 ) -> Tensor:
-    n = (
-        (x.v.shape[1] if isinstance(x, MappedStack) else x.shape[0])
-        if get_example_rank(x) == 2
-        else 1
-    )
+    n = get_example_shape(x)[0] if get_example_rank(x) == 2 else 1
     g = expand_stack(g, size).reshape(size, -1)
     g = g / n if reduction == MEAN else g
     return g.expand(size, n).reshape(size * n)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from forall._compat.symbolic_eye import is_identity
-from forall._core.axes import pad_rank, unfold_axis
+from forall._core.axes import unfold_axis
 from forall._vmap.registry import (
     DIRECT,
     HANDLERS,
@@ -22,6 +22,7 @@ from forall._vmap.rule_makers.basic import (
     get_example_rank,
     get_example_shape,
     make_stack_handler,
+    pad_example_rank,
     unsqueeze_shared,
 )
 
@@ -193,11 +194,6 @@ def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
             return out.view(x.shape[0], n, m).transpose(0, 1)
     x, w = (expand_stack(a, size) for a in (x, w))
     return torch.baddbmm(pad_example_rank(bias, 2), x, w, beta=beta, alpha=alpha)
-
-
-def pad_example_rank(x: MappedStack | Tensor, rank: int) -> Tensor:
-    """Pad examples with leading ones up to ``rank``. An unbatched tensor is returned as it is."""
-    return pad_rank(x.v, rank) if isinstance(x, MappedStack) else x
 
 
 _addmm = make_stack_handler(affine)

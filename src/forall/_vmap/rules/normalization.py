@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.axes import pad_rank
 from forall._core.levels import has_any_tangent
 from forall._vmap.registry import register_rows
-from forall._vmap.rule_makers.basic import MappedStack, expand_stack, make_stack_handler
+from forall._vmap.rule_makers.basic import (
+    MappedStack,
+    expand_stack,
+    get_value,
+    make_stack_handler,
+    pad_example_rank,
+    to_full_precision,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +38,6 @@ def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None = None
     if weight is None:
         return x if bias is None else (x + bias).to(x.dtype)
     return (x * weight if bias is None else torch.addcmul(bias, x, weight)).to(x.dtype)
-
-
-def to_full_precision(x: Tensor) -> Tensor:
-    """Convert half precision to float32, for sums over many entries."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def recompute_normalized(x: Tensor, mean: Tensor | None, rstd: Tensor, dims: list[int]) -> Tensor:
@@ -65,7 +66,7 @@ def make_kernel_weight(x: Tensor, shape: list[int], *params: Any) -> Tensor | No
     a weight, which is ones.
     """
     for p in params:
-        if p is not None and (dtype := (p.v if isinstance(p, MappedStack) else p).dtype) != x.dtype:
+        if p is not None and (dtype := get_value(p).dtype) != x.dtype:
             return torch.ones(shape, dtype=dtype, device=x.device)
     return None
 
@@ -88,13 +89,6 @@ def scale_cotangent(
 # --- over the last dims: (B, *L, *D), parameters (B, *D) -----------------------------------------
 
 
-def align_trailing(p: Any, rank: int) -> Tensor | None:
-    """Reshape (B, *D) to (B, 1, .., *D) for examples of this rank; an unbatched one broadcasts."""
-    if not isinstance(p, MappedStack):
-        return p
-    return pad_rank(p.v, rank)
-
-
 @make_stack_handler
 def _layer_norm(size, x, shape, weight, bias, eps):
     v = x.v if isinstance(x, MappedStack) else x
@@ -103,7 +97,7 @@ def _layer_norm(size, x, shape, weight, bias, eps):
     w = make_kernel_weight(v, shape, weight, bias)
     out, *found = aten.native_layer_norm.default(v, shape, w, None, eps)
     rank = v.dim() - isinstance(x, MappedStack)
-    out = scale_and_shift(out, align_trailing(weight, rank), align_trailing(bias, rank))
+    out = scale_and_shift(out, pad_example_rank(weight, rank), pad_example_rank(bias, rank))
     return out, *(s if isinstance(x, MappedStack) else s.expand(size, *s.shape) for s in found)
 
 
@@ -113,7 +107,7 @@ def _layer_norm_backward(size, g, x, shape, mean, rstd, weight, bias, mask):
     outer = x.dim() - len(shape)
     dx = None
     if mask[0]:
-        gx, w = scale_cotangent(g, weight, shape, align_trailing, bias)
+        gx, w = scale_cotangent(g, weight, shape, pad_example_rank, bias)
         args = (gx.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), w)
         dx = aten.native_layer_norm_backward.default(*args, None, [True, False, False])[0]
     gp = to_full_precision(g)
@@ -138,7 +132,7 @@ def _rms_norm(size, x, shape, weight, eps):
     if not is_any_mapped(weight):
         return aten._fused_rms_norm.default(v, shape, weight, eps)
     out, rstd = aten._fused_rms_norm.default(v, shape, make_kernel_weight(v, shape, weight), eps)
-    out = scale_and_shift(out, align_trailing(weight, v.dim() - isinstance(x, MappedStack)))
+    out = scale_and_shift(out, pad_example_rank(weight, v.dim() - isinstance(x, MappedStack)))
     return out, rstd if isinstance(x, MappedStack) else rstd.expand(size, *rstd.shape)
 
 
@@ -147,7 +141,7 @@ def _rms_norm_backward(size, g, x, shape, rstd, weight, mask):
     g, x, rstd = (expand_stack(a, size) for a in (g, x, rstd))
     dx = dw = None
     if mask[0]:
-        gx, w = scale_cotangent(g, weight, shape, align_trailing)
+        gx, w = scale_cotangent(g, weight, shape, pad_example_rank)
         args = (gx.contiguous(), x.contiguous(), shape, rstd.contiguous(), w, [True, False])
         dx = aten._fused_rms_norm_backward.default(*args)[0]
     if mask[1]:

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.axes import pad_rank
 from forall._random import rejection
 from forall._vmap.registry import register_rows
-from forall._vmap.rule_makers.basic import MappedStack, get_example_rank, make_stack_handler
+from forall._vmap.rule_makers.basic import (
+    MappedStack,
+    get_example_rank,
+    make_stack_handler,
+    pad_example_rank,
+)
 from forall._vmap.rule_makers.pointwise import handle_pointwise
 
 if TYPE_CHECKING:
@@ -23,7 +27,7 @@ def _make_pointwise_handler(op: Any) -> Callable:
     @make_stack_handler
     def rule(size: int, *args: Any) -> Any:
         rank = max(get_example_rank(a) for a in args if isinstance(a, (MappedStack, Tensor)))
-        return op(*[pad_rank(a.v, rank) if isinstance(a, MappedStack) else a for a in args])
+        return op(*[pad_example_rank(a, rank) for a in args])
 
     return rule
 

@@ -7,7 +7,12 @@ import torch
 from forall._vmap.memory_layout import is_expanded_inside, keep_example_layout
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.along_dims import make_dim_handler
-from forall._vmap.rule_makers.basic import MappedStack, expand_stack, get_dtype, make_stack_handler
+from forall._vmap.rule_makers.basic import (
+    MappedStack,
+    expand_stack,
+    get_value,
+    make_stack_handler,
+)
 from forall._vmap.rule_makers.pointwise import result_dtype
 
 aten = torch.ops.aten
@@ -26,8 +31,8 @@ def _promote_number(row, x):
 
     An example of rank 0 promotes less than its batched tensor does.
     """
-    if isinstance(x, MappedStack) and x.v.dim() == 1 and x.v.dtype != get_dtype(row):
-        common = result_dtype((get_dtype(row),), (x.v.dtype,))
+    if isinstance(x, MappedStack) and x.v.dim() == 1 and x.v.dtype != get_value(row).dtype:
+        common = result_dtype((get_value(row).dtype,), (x.v.dtype,))
         return MappedStack(x.v.to(common)), common
     return x, None
 
