@@ -18,6 +18,7 @@ from forall._vmap.rule_makers.basic import (
     get_value,
     make_stack_handler,
     pad_example_rank,
+    to_full_precision,
 )
 
 if TYPE_CHECKING:
@@ -37,11 +38,6 @@ def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None = None
     if weight is None:
         return x if bias is None else (x + bias).to(x.dtype)
     return (x * weight if bias is None else torch.addcmul(bias, x, weight)).to(x.dtype)
-
-
-def to_full_precision(x: Tensor) -> Tensor:
-    """Convert half precision to float32, for sums over many entries."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def recompute_normalized(x: Tensor, mean: Tensor | None, rstd: Tensor, dims: list[int]) -> Tensor:

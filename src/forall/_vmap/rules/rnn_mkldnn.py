@@ -24,6 +24,7 @@ from forall._vmap.rule_makers.basic import (
     is_mapped,
     lower_shared,
     make_stack_handler,
+    to_full_precision,
     wrap_results,
 )
 from forall._vmap.rules.normalization import to_full_precision
