@@ -29,7 +29,7 @@ from forall._compat.private_api import get_version, has_global_hooks
 from forall._compat.storage import has_memory
 from forall._compat.transform_call import call_transform
 from forall._core.call_site import OURS
-from forall._jit.backends.python_source import write_program
+from forall._jit.backends.python_source import compile_python
 from forall._jit.cache.call_key import is_free
 from forall._jit.cache.call_state import EagerKind
 from forall._jit.cache.differentiable_entry import DifferentiableEntry
@@ -48,7 +48,7 @@ class Quiet(JitCache):
 
     def _keep_eager(self, kind: Any, given: tuple[tuple, dict], why: str) -> EagerKind:
         REASONS[why] += 1
-        self.known.put(kind, EagerKind("", why))
+        self.known.keep_last(kind, EagerKind("", why))
         return EagerKind("", why)
 
 
@@ -91,7 +91,7 @@ class ByJit(AutoReplayCache):
     def __init__(self, run: Any, leads_back: Any = None, *, stands_in: bool = False) -> None:
         super().__init__(run, leads_back, stands_in=stands_in)
         self.kinds = Quiet(
-            run, StaticArguments(run, None, None), write=write_program, fastmath=FASTMATH
+            run, StaticArguments(run, None, None), compile_graph=compile_python, fastmath=FASTMATH
         )
 
     @not_the_users

@@ -19,13 +19,13 @@ X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 @pytest.fixture(autouse=True)
 def lines(monkeypatch):
     """Every program goes over at once. The lines that were written, None for what cannot be."""
-    written, real = [], torchscript._build_line
+    written, real = [], torchscript.compile_torchscript
 
     def noted(*args):
         written.append(real(*args))
         return written[-1]
 
-    monkeypatch.setattr(torchscript, "_build_line", noted)
+    monkeypatch.setattr(torchscript, "compile_torchscript", noted)
     monkeypatch.setattr(torchscript, "LENGTH", 1)
     monkeypatch.setattr(torchscript, "CALLS", 0)
     return written
@@ -146,7 +146,7 @@ def test_an_interpreter_that_cannot_do_it_is_not_asked_again(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(torchscript, "_build_line", line)
+    monkeypatch.setattr(torchscript, "compile_torchscript", line)
     g = jit(lambda x: x.sin().exp())
     for _ in range(6):
         assert g(X).equal(X.sin().exp())

@@ -144,14 +144,16 @@ def _make_kinds(func: Callable, *how: Any) -> JitCache:
     static_argnums, static_argnames, backend, fastmath = how
     statics = StaticArguments(func, static_argnums, static_argnames)
     anew = _make_kinds, (func, *how)
-    return JitCache(func, statics, anew, write=_find_writer(func, backend), fastmath=fastmath)
+    return JitCache(
+        func, statics, anew, compile_graph=_find_compiler(func, backend), fastmath=fastmath
+    )
 
 
-def _find_writer(func: Callable, backend: str) -> Callable:
-    from forall._jit.backends.python_source import write_program
+def _find_compiler(func: Callable, backend: str) -> Callable:
+    from forall._jit.backends.python_source import compile_python
 
     if backend == "python":
-        return write_program
-    from forall._jit.backends.torch_compile import make_backend_writer
+        return compile_python
+    from forall._jit.backends.torch_compile import make_compiler
 
-    return make_backend_writer(TransformCall("jit", func, backend=backend), backend)
+    return make_compiler(TransformCall("jit", func, backend=backend), backend)

@@ -159,7 +159,7 @@ class AutoReplayCache(CallCache):
         result = call.instead()
         taken = clock() - start
         seconds, spent = min(due.seconds, taken), due.spent + taken
-        self.waiting.put(
+        self.waiting.keep_last(
             call.key, due._replace(seconds=seconds, spent=spent, wait=max(0, due.wait - 1))
         )
         return result
@@ -167,7 +167,7 @@ class AutoReplayCache(CallCache):
     def _refuse(self, kind: Any, due: _PendingKind, why: str | None) -> None:
         """Run calls of this kind eagerly from now on."""
         self.known.pop(kind, None)
-        self.waiting.put(kind, due._replace(why=why, refused=True, ran=FULL_COVERAGE))
+        self.waiting.keep_last(kind, due._replace(why=why, refused=True, ran=FULL_COVERAGE))
 
     def _postpone(self, kind: Any, due: _PendingKind, why: str | None) -> None:
         """Schedule the next attempt: for some attempts at the next call, then with growing pauses.
@@ -180,7 +180,9 @@ class AutoReplayCache(CallCache):
         wait = _CALLS_AFTER_TIMEOUT << due.tries if why == TOO_LONG else at_once
         spent = due.spent if why == TOO_LONG else 0.0
         why = why if due.tries else None  # the first call may have set up state
-        self.waiting.put(kind, due._replace(why=why, tries=due.tries + 1, wait=wait, spent=spent))
+        self.waiting.keep_last(
+            kind, due._replace(why=why, tries=due.tries + 1, wait=wait, spent=spent)
+        )
 
     def _may_record(self) -> bool:
         """True if the budget allows an attempt to record a call, and there is room for an entry."""
@@ -210,7 +212,7 @@ class AutoReplayCache(CallCache):
                 kind, due, "derivatives of its backward pass are taken, or of ever other results"
             )
         elif passes is not None and passes.asked is not None:
-            self.waiting.put(kind, due._replace(asked=passes.asked))
+            self.waiting.keep_last(kind, due._replace(asked=passes.asked))
         else:
             paid = self.hits - history.since >= REPLAYS_PER_ATTEMPT
             self._postpone(kind, due._replace(tries=0) if paid else due, _CHANGES)
@@ -243,7 +245,7 @@ class AutoReplayCache(CallCache):
         if ran.why == TOO_LONG:
             self._postpone(call.key, due, ran.why)
         else:
-            self.waiting.put(call.key, due._replace(ran=ran, sights=due.sights + 1))
+            self.waiting.keep_last(call.key, due._replace(ran=ran, sights=due.sights + 1))
         return result
 
     def _record_observed(
@@ -265,7 +267,7 @@ class AutoReplayCache(CallCache):
             elif now is None:
                 self._postpone(call.key, due._replace(ran=ran), _RUNS_OTHERS)
             elif not now.refused:
-                self.waiting.put(call.key, now._replace(ran=ran))
+                self.waiting.keep_last(call.key, now._replace(ran=ran))
         return result
 
     def _record(self, call: CallInfo, due: _PendingKind, guards: Guards, until: Deadline) -> Any:
@@ -286,7 +288,7 @@ class AutoReplayCache(CallCache):
             return made.result
         unfinished = _UnfinishedReplay(made.steps, due, guards)
         unfinished.history.used = self.attempts.looks
-        self.known.put(call.key, unfinished)
+        self.known.keep_last(call.key, unfinished)
         self.waiting.pop(call.key, None)
         return made.result
 
@@ -359,7 +361,7 @@ class AutoReplayCache(CallCache):
             since=self.hits,
             used=unfinished.history.used,
         )
-        self.known.put(kind, recorded)
+        self.known.keep_last(kind, recorded)
         return recorded
 
     def replay_entry(

@@ -195,12 +195,6 @@ class Program(Graph):
         """The values that a call of the program is given: arguments, then captured tensors."""
         return [*self.inputs, *self.captured]
 
-    def find_changing_constants(self, nodes: Sequence[OpNode], results: Sequence[int]) -> set[int]:
-        """The constants that are written into after all: by ``nodes``, or by who gets results."""
-        roots = self.find_roots()
-        written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
-        return {n for n in self.constants if roots[n] in written}
-
     def find_roots(self) -> list[int]:
         return [v.root for v in self.values]
 
@@ -219,6 +213,26 @@ class Program(Graph):
     def find_written_roots(self) -> set[int]:
         """The roots of all memory that an operator writes into."""
         return {self.values[n].root for node in self.nodes for n in node.writes()}
+
+
+class Subgraph(NamedTuple):
+    """Some nodes of a program, the values that they are given, and those that are wanted of them.
+
+    A backend is a function from a subgraph to a function of the values ``given``, which returns the
+    values ``results``.
+    """
+
+    program: Program
+    nodes: Sequence[OpNode]
+    given: Sequence[int]
+    results: Sequence[int]
+
+    def find_changing_constants(self) -> set[int]:
+        """The constants that are written into after all: by a node, or by who gets results."""
+        roots = self.program.find_roots()
+        written = {roots[n] for node in self.nodes for n in node.writes()}
+        written |= {roots[n] for n in self.results}
+        return {n for n in self.program.constants if roots[n] in written}
 
 
 def find_refs(a: Any) -> Iterator[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from keyword import iskeyword
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from forall._jit.passes.tiling import tile_pointwise
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from forall._jit.graph import OpNode, Program
+    from forall._jit.graph import OpNode, Program, Subgraph
 
 
 class SourceWriter:
@@ -111,39 +110,30 @@ def _write_target(outs: Any) -> str:
     return "(" + "".join(f"{_write_target(o) or '_'}, " for o in outs) + ")"
 
 
-def write_program(
-    program: Program, nodes: Sequence[OpNode], given: Sequence[int], results: Sequence[int]
-) -> Callable:
-    """Return a function of the values ``given`` that runs ``nodes`` and returns ``results``."""
-    nodes = tile_pointwise(program, nodes, results, partial(_write_part, program))
+def compile_python(graph: Subgraph) -> Callable:
+    """Return the function of a subgraph: Python text, then TorchScript if that is called often."""
+    nodes = tile_pointwise(graph, _compile_part)
+    graph = graph._replace(nodes=nodes)
     # Operators are recorded with their devices; a default device's mode would only cost time.
     below = "_below()" if find_default_device() is None else "_below(), _unseen()"
     if is_autocast():  # the recorded operators include the casts
         with disable_autocast():
-            return _write_function(program, nodes, given, results, f"{below}, _uncast()")
-    run = _write_function(program, nodes, given, results, below)
-    return switch_when_warm(run, program, nodes, given, results)
+            return _compile_text(graph, f"{below}, _uncast()")
+    return switch_when_warm(_compile_text(graph, below), graph)
 
 
-def _write_part(
-    program: Program, nodes: Sequence[OpNode], given: Sequence[int], results: Sequence[int]
-) -> Callable:
-    """Return a function of a part of a program, called from one that has set up the modes."""
-    return _write_function(program, nodes, given, results, None)
+def _compile_part(graph: Subgraph) -> Callable:
+    """Return the function of a subgraph that is called from one that has set up the modes."""
+    return _compile_text(graph, None)
 
 
-def _write_function(
-    program: Program,
-    nodes: Sequence[OpNode],
-    given: Sequence[int],
-    results: Sequence[int],
-    below: str | None,
-) -> Callable:
+def _compile_text(graph: Subgraph, below: str | None) -> Callable:
+    program, nodes, given, results = graph
     text = SourceWriter(program)
     there = {*given}
     made = [n for n in program.constants if n not in there]
     synchronize_devices(program.constants[n] for n in made)
-    changing = program.find_changing_constants(nodes, results)
+    changing = graph.find_changing_constants()
     for n in made:
         if n in changing:
             text.names[f"c{n}"] = program.constants[n]
@@ -157,7 +147,7 @@ def _write_function(
     return text.compile_function(given, [f"v{n}" for n in results], within)
 
 
-def write_view_function(program: Program, given: Sequence[int], cut: Collection[int]) -> Callable:
+def compile_view_function(program: Program, given: Sequence[int], cut: Collection[int]) -> Callable:
     """Return a function from ``given`` to a program's outputs that autograd records.
 
     Outputs in ``cut`` are detached.

@@ -22,12 +22,13 @@ from forall._compat.ambient_settings import get_allowed_precision
 from forall._compat.op_schema import get_facts
 from forall._compat.storage import get_storage_id
 from forall._core.errors import TransformCall, format_columns, warn_slow_path
-from forall._jit.backends.python_source import write_program
+from forall._jit.backends.python_source import compile_python
 from forall._jit.graph import (
     FusedNode,
     Layout,
     OpNode,
     Ref,
+    Subgraph,
 )
 from forall._jit.tracing.tracer import ASSERT_OPS
 
@@ -45,8 +46,8 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 _WORDS = (torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
-def make_backend_writer(call: TransformCall, backend: str) -> Callable:
-    """Return what makes a function of a program by a backend, as `python_source` does.
+def make_compiler(call: TransformCall, backend: str) -> Callable:
+    """Return what makes a function of a subgraph by a backend, as `compile_python` does.
 
     A backend that does not exist is a ValueError, one that this machine lacks a RuntimeError.
     """
@@ -68,18 +69,16 @@ def make_backend_writer(call: TransformCall, backend: str) -> Callable:
             f"It needs {cure if backend == 'inductor' else 'a GPU'}. "
             "backend='python' needs nothing."
         )
-    return partial(_write_compiled, call, backend)
+    return partial(_compile_subgraph, call, backend)
 
 
-def _write_compiled(
+def _compile_subgraph(
     call: TransformCall,
     backend: str,
-    program: Program,
-    nodes: Sequence[OpNode],
-    given: Sequence[int],
-    results: Sequence[int],
+    graph: Subgraph,
 ) -> Callable:
-    """Return a function of a program, as `python_source` does, with compiled subgraphs."""
+    """Return the function of a subgraph, as `compile_python` does, with compiled parts."""
+    program, nodes, _, results = graph
     asserted = {n for node in nodes if node.op in ASSERT_OPS for n in node.reads()}
     fitting = partial(_can_compile, program, asserted)
     stretches = [(fits, [*part]) for fits, part in groupby(nodes, key=fitting)]
@@ -89,7 +88,7 @@ def _write_compiled(
         made = _compile_stretch(call, backend, program, part, later) if fits else part
         lines[:0] = made
         later.update(n for node in part for n in node.reads())
-    return write_program(program, lines, given, results)
+    return compile_python(graph._replace(nodes=lines))
 
 
 def _can_compile(program: Program, asserted: Collection[int], node: OpNode) -> bool:
@@ -132,7 +131,7 @@ def _compile_stretch(
     written = [n for n in read if roots[n] in changed]
     if len(part) < _FEWEST_OPERATORS or not (wanted or written):
         return part
-    core = CompiledSubgraph(call, backend, program, part, [*read], [*wanted], written)
+    core = CompiledSubgraph(call, backend, Subgraph(program, part, [*read], [*wanted]), written)
     piece = FusedNode(core, tuple(map(Ref, read)), {}, [*wanted], written)
     return [piece, *views.values()]
 
@@ -177,17 +176,15 @@ class CompiledSubgraph:
         self,
         call: TransformCall,
         backend: str,
-        program: Program,
-        nodes: list[OpNode],
-        given: list[int],
-        results: list[int],
+        graph: Subgraph,
         written: list[int],
     ) -> None:
+        program, nodes, given, results = graph
         self.call = call
         self.backend = backend
         self.layouts = [program.values[n].layout for n in results]
         self.written = [given.index(n) for n in written]
-        self.plain = write_program(program, nodes, given, results)
+        self.plain = compile_python(graph)
         self.fixed = [n in program.constants and n not in written for n in given]
         self.graph = _build_fx_graph(nodes, given, results)
         self.is_on_accelerator = _is_on_accelerator(program, [*given, *results])
@@ -284,7 +281,9 @@ def _copy_with_layout(t: Tensor) -> Tensor:
     return memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
-def _build_fx_graph(nodes: list[OpNode], given: list[int], results: list[int]) -> fx.GraphModule:
+def _build_fx_graph(
+    nodes: Sequence[OpNode], given: Sequence[int], results: Sequence[int]
+) -> fx.GraphModule:
     """The operators as an `fx.GraphModule`, which torch's compilers read."""
     graph = fx.Graph()
     env: dict[int, Any] = {n: graph.placeholder(f"v{n}") for n in given}

@@ -18,24 +18,18 @@ from forall._core import config
 from forall._jit.graph import FusedNode, map_refs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from forall._jit.graph import OpNode, Program
+    from forall._jit.graph import Subgraph
 
 LENGTH = 12  # the fewest operators that pay for the call of the interpreter
 CALLS = 32  # runs by Python before the interpreter takes over
 
 
-def switch_when_warm(
-    run: Callable,
-    program: Program,
-    nodes: Sequence[OpNode],
-    given: Sequence[int],
-    results: Sequence[int],
-) -> Callable:
+def switch_when_warm(run: Callable, graph: Subgraph) -> Callable:
     """Return a function like ``run`` that uses the interpreter once it was called often."""
     checked = config.now.replay == "check"
-    if (len(nodes) < LENGTH and not checked) or not _can_interpret(program, nodes, given):
+    if (len(graph.nodes) < LENGTH and not checked) or not _can_interpret(graph):
         return run
     line: Callable | None = None
     left = 0 if checked else CALLS
@@ -46,7 +40,7 @@ def switch_when_warm(
             left -= 1
             if left >= 0:
                 return run(*tensors)
-            line = _build_line(program, nodes, given, results) or run
+            line = compile_torchscript(graph) or run
         try:
             return line(*tensors)
         except Exception:  # noqa: BLE001 - Python raises the user's error, or succeeds
@@ -57,7 +51,8 @@ def switch_when_warm(
     return functools.update_wrapper(run_or_switch, run)
 
 
-def _can_interpret(program: Program, nodes: Sequence[OpNode], given: Sequence[int]) -> bool:
+def _can_interpret(graph: Subgraph) -> bool:
+    program, nodes, given, _ = graph
     if not nodes or any(isinstance(node, FusedNode) for node in nodes):
         return False
     roots = [v.root for v in program.values]
@@ -68,14 +63,14 @@ def _can_interpret(program: Program, nodes: Sequence[OpNode], given: Sequence[in
     )
 
 
-def _build_line(
-    program: Program, nodes: Sequence[OpNode], given: Sequence[int], results: Sequence[int]
-) -> Callable | None:
+def compile_torchscript(graph: Subgraph) -> Callable | None:
+    """Return the function of a subgraph by the interpreter; None if it cannot run the subgraph."""
+    program, nodes, given, results = graph
     try:
         line = ScriptBuilder()
         env = {n: line.argument() for n in given}
         env.update({n: line.constant(t) for n, t in program.constants.items() if n not in env})
-        for n in program.find_changing_constants(nodes, results) & env.keys() - {*given}:
+        for n in graph.find_changing_constants() & env.keys() - {*given}:
             env[n] = line.call(torch.ops.aten.clone.default, [env[n]], {})[0]
         for node in nodes:
             args, kwargs = (map_refs(a, lambda r: env[r.n]) for a in (node.args, node.kwargs))

@@ -39,7 +39,7 @@ class BoundedTable(OrderedDict[Any, S]):
         super().__init__()
         self.most = most
 
-    def put(self, key: Any, value: S) -> None:
+    def keep_last(self, key: Any, value: S) -> None:
         """Enter a value as the last one, and drop the first one if there are too many."""
         self[key] = value
         self.mark_used(key)

@@ -37,6 +37,7 @@ from forall._compat.private_api import PLAIN, get_version
 from forall._core.recompute import bind_original_context
 from forall._jit.cache.eager_derivative import RecordedCall, rerun_on_leaves
 from forall._jit.cache.entry import CacheEntry, ResultTree
+from forall._jit.graph import Subgraph
 from forall._jit.tracing.joint_graph import BackwardPass
 
 if TYPE_CHECKING:
@@ -153,12 +154,13 @@ class Derivative:
         self._run: Any = None
         self._layouts = [program.values[n].layout for n in back.cotangents]
 
-    def compile_halves(self, program: Program, write: Callable) -> Callable:
-        """Make functions of both halves by ``write``; return that of the forward half."""
+    def compile_halves(self, program: Program, compile_graph: Callable) -> Callable:
+        """Make functions of both halves; return that of the forward half."""
         (first, last), saved = self.halves, self.saved
         found = [n for n in self.back.gradients if n is not None]
-        self._run = write(program, last, [*saved.numbers, *self.back.cotangents], found)
-        return write(program, first, program.given_values, [*self.outputs.numbers, *saved.fresh])
+        taken, made = [*saved.numbers, *self.back.cotangents], [*self.outputs.numbers, *saved.fresh]
+        self._run = compile_graph(Subgraph(program, last, taken, found))
+        return compile_graph(Subgraph(program, first, program.given_values, made))
 
     def serves_backward(self, cotangents: Sequence[Tensor | None], times: int) -> bool:
         """True if the backward half serves a backward pass with these cotangents.
@@ -200,15 +202,15 @@ class DifferentiableEntry(CacheEntry):
         guards: Guards,
         results: ResultTree,
         overlaps: ArgumentOverlaps,
-        write: Callable,
+        compile_graph: Callable,
         derivative: Derivative,
     ) -> None:
         self.derivative = derivative
-        super().__init__(program, guards, results, overlaps, write)
+        super().__init__(program, guards, results, overlaps, compile_graph)
         self._is_plain = False
 
-    def _compile_program(self, write: Callable) -> Callable:
-        return self.derivative.compile_halves(self.program, write)
+    def _compile_program(self, compile_graph: Callable) -> Callable:
+        return self.derivative.compile_halves(self.program, compile_graph)
 
     def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         passes = self.derivative.passes

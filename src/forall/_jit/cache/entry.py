@@ -11,8 +11,9 @@ import torch
 from forall._compat import pytree, rng_state
 from forall._compat.op_schema import get_facts
 from forall._compat.storage import get_storage_id, has_memory
-from forall._jit.backends.python_source import write_program
+from forall._jit.backends.python_source import compile_python
 from forall._jit.cache.call_key import FREE_TESTS, make_fast_tests
+from forall._jit.graph import Subgraph
 from forall._jit.guards.codegen import GuardTests
 from forall._jit.tracing.tracer import ASSERT_OPS
 
@@ -77,14 +78,14 @@ class CacheEntry:
         guards: Guards,
         results: ResultTree,
         overlaps: ArgumentOverlaps,
-        write: Callable = write_program,
+        compile_graph: Callable[[Subgraph], Callable] = compile_python,
     ) -> None:
         self.program = program
         self.guards = guards
         self.captured = [*program.captured.values()]
         self.traits = ProgramTraits.read_program(program)
         self.history = EntryHistory()
-        self.run = self._compile_program(write)
+        self.run = self._compile_program(compile_graph)
         self.build = itemgetter(0) if results.is_single_tensor() else results.build_tree
         self.overlaps = overlaps
         self._is_plain = not (self.traits.asks or overlaps.may_vary(self.traits))
@@ -141,10 +142,10 @@ class CacheEntry:
         cache.note_use(call.key, self)
         return cache.replay_entry(self, call.tensors, call.instead)
 
-    def _compile_program(self, write: Callable) -> Callable:
-        """Make a function of the program by ``write``."""
-        return write(
-            self.program, self.program.nodes, self.program.given_values, self.program.outputs
+    def _compile_program(self, compile_graph: Callable[[Subgraph], Callable]) -> Callable:
+        program = self.program
+        return compile_graph(
+            Subgraph(program, program.nodes, program.given_values, program.outputs)
         )
 
     def try_replay(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ class JitCache(CallCache):
         super().__init__(MOST_ENTRIES)
         self.func = func
         self.anew = anew  # a function and its arguments, which make an empty cache (for pickle)
-        self.how = how  # how programs are made: ``write``, ``fastmath``
+        self.how = how  # how programs are made: ``compile_graph``, ``fastmath``
         self.boxed = statics.box_arguments if statics else None
 
     def __reduce__(self) -> tuple:
@@ -142,7 +142,7 @@ class JitCache(CallCache):
         # the names of all code are too much to watch, the code that was seen to run names less.
         unsettled = made.moved or (watches and not (ran.seen and seen <= ran))
         if unsettled and count < (MOST_OBSERVATIONS if watches else 1):
-            self.waiting.put(kind, (count + 1, seen))
+            self.waiting.keep_last(kind, (count + 1, seen))
             return made.result
         if made.recorded is None:
             self._keep_eager(kind, given, made.why or "")
@@ -156,12 +156,12 @@ class JitCache(CallCache):
             history = made.recorded.history
             history.arguments = describe_arguments(*given)
             history.times += before.history.times if before is not None else 0
-            self.known.put(kind, made.recorded)
+            self.known.keep_last(kind, made.recorded)
         return made.result
 
     def _keep_eager(self, kind: Any, given: tuple[tuple, dict], why: str) -> EagerKind:
         """Report once why a kind is not recorded, and keep an entry that says so."""
         warn_slow_path(f"{TransformCall('jit', self.func)}: not recorded, so run as it is: {why}.")
         made = EagerKind(describe_arguments(*given), why)
-        self.known.put(kind, made)
+        self.known.keep_last(kind, made)
         return made

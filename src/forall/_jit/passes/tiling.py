@@ -23,11 +23,12 @@ from forall._jit.graph import (
     Layout,
     OpNode,
     Ref,
+    Subgraph,
 )
 from forall._jit.passes.peephole import IN_PLACE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from forall._jit.graph import Program
 
@@ -44,12 +45,10 @@ _CPU = torch.device("cpu")
 
 
 def tile_pointwise(
-    program: Program, nodes: Sequence[OpNode], results: Collection[int], write: Callable
+    graph: Subgraph, compile_part: Callable[[Subgraph], Callable]
 ) -> Sequence[OpNode]:
-    """Return the same operators, with some as a subgraph that takes its tensors in blocks.
-
-    ``write`` makes a function of operators, the numbers of its inputs and those of its results.
-    """
+    """Return the operators of a subgraph, with some as one that takes its tensors in blocks."""
+    program, nodes, _, results = graph
     parts: list[Sequence[OpNode]] = []  # in reverse order
     read = {*results}
     for shape, group in reversed(_group_operators(program, nodes)):
@@ -60,7 +59,7 @@ def tile_pointwise(
             cut = _choose_tiling(program, shape, group)
         read.update(n for node in group for n in node.reads())
         parts.append(
-            group if cut is None else [_make_tiled_node(program, group, wanted, cut, write)]
+            group if cut is None else [_make_tiled_node(program, group, wanted, cut, compile_part)]
         )
     return [node for part in reversed(parts) for node in part]
 
@@ -163,14 +162,15 @@ def _list_inputs(group: list[OpNode]) -> list[int]:
 
 
 def _make_tiled_node(
-    program: Program, group: list[OpNode], wanted: list[int], cut: _Tiling, write: Callable
+    program: Program, group: list[OpNode], wanted: list[int], cut: _Tiling, compile_part: Callable
 ) -> FusedNode:
     read = _list_inputs(group)
     first = {n for n in read if cut.is_split(program.values[n].layout)}
     given = sorted(read, key=lambda n: n not in first)
     own = [_make_out_of_place(node, read) for node in group]
+    part = Subgraph(program, own, given, wanted)
     run = TiledSubgraph(
-        write(own, given, wanted), cut, len(first), [program.values[n].layout for n in wanted]
+        compile_part(part), cut, len(first), [program.values[n].layout for n in wanted]
     )
     return FusedNode(run, tuple(map(Ref, given)), {}, wanted, [])
 

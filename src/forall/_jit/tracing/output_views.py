@@ -18,7 +18,7 @@ import torch
 
 from forall._compat.autograd_graph import get_base, is_view_of
 from forall._compat.op_schema import get_facts
-from forall._jit.backends.python_source import write_view_function
+from forall._jit.backends.python_source import compile_view_function
 from forall._jit.graph import Program
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class _OutputBaseFinder:
         given = [*dict.fromkeys(self.given)]
         values = self.recorder.traced.values
         views = Program([], {}, {}, [*self.nodes.values()], self.numbers, values)
-        run = write_view_function(views, [*given, *self.ends], self.cut)
+        run = compile_view_function(views, [*given, *self.ends], self.cut)
         ends = [t for t, _ in self.ends.values()]
         return OutputBases(
             ends, [*self.ends], [place for _, place in self.ends.values()], given, run

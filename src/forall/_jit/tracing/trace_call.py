@@ -16,7 +16,7 @@ from forall._compat.exception_safety import contextmanager
 from forall._compat.private_api import PLAIN, get_version
 from forall._compat.tensor_subclass import get_users_class
 from forall._jit.backends.fast_calls import choose_calls
-from forall._jit.backends.python_source import write_program
+from forall._jit.backends.python_source import compile_python
 from forall._jit.cache.differentiable_entry import Derivative, DifferentiableEntry, EagerRerun
 from forall._jit.cache.entry import ArgumentOverlaps, CacheEntry, EntryHistory, ResultTree
 from forall._jit.deadline import (
@@ -53,7 +53,7 @@ from forall._jit.tracing.tracer import TELLING, Tracer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from forall._jit.graph import Program
+    from forall._jit.graph import Program, Subgraph
     from forall._jit.tracing.joint_graph import BackwardHalf
 
     Tensor = torch.Tensor
@@ -177,7 +177,7 @@ class TracedCall:
     spec: Any
     guards: Guards
     before: StateBeforeCall
-    write: Callable = write_program
+    compile_graph: Callable[[Subgraph], Callable] = compile_python
     certain: bool = False
     fastmath: bool = False
     asked: BackwardPass = FIRST_PASS
@@ -240,7 +240,7 @@ class TracedCall:
             guards,
             ResultTree.from_leaves(found, tree),
             ArgumentOverlaps.find_overlaps(tensors, nodes, guards),
-            self.write,
+            self.compile_graph,
         )
         if back is None:
             return TraceOutcome(result, self._make_steps(program, how), None)

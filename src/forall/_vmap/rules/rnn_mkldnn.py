@@ -27,7 +27,6 @@ from forall._vmap.rule_makers.basic import (
     to_full_precision,
     wrap_results,
 )
-from forall._vmap.rules.normalization import to_full_precision
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
