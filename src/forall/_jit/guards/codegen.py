@@ -82,7 +82,7 @@ class GuardChecks(NamedTuple):
 
 
 class WatchedState:
-    """What objects held when they were visited, to be compared by identity with what they hold."""
+    """A record of what objects held when they were visited, to compare by identity with now."""
 
     def __init__(self) -> None:
         self.attributes: list[tuple[Any, str, Any]] = []
