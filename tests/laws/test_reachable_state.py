@@ -145,7 +145,7 @@ def a_default():
     def f(x, held=[1]):  # noqa: B006 - what is tested
         return x * len(held)
 
-    return f, lambda: (f.__defaults__ or ())[0].append(1)
+    return f, lambda: next(iter(f.__defaults__ or ())).append(1)
 
 
 @case
@@ -557,6 +557,16 @@ def an_ordered_dict():
 def a_default_dict():
     held = defaultdict(list, a=[1])
     return lambda x: x * len(held["a"]), lambda: held["a"].append(1)
+
+
+@case
+def the_factory_of_a_default_dict():
+    held = defaultdict(lambda: 1)
+
+    def f(x):
+        return x * held.default_factory()
+
+    return f, lambda: setattr(held, "default_factory", lambda: 2)
 
 
 @case

@@ -40,7 +40,6 @@ from types import (
     BuiltinFunctionType,
     CellType,
     FunctionType,
-    MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
@@ -64,6 +63,7 @@ from forall._core.python_state import (
     is_not_users,
     may_rebind,
 )
+from forall._core.reachable import list_slots
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -298,8 +298,7 @@ def _is_users_class(kind: type) -> bool:
         return False
     if issubclass(kind, (Module, torch.Tensor, type, *_TREES, *_NUMBERS, *_WORDS[:3])):
         return False
-    slots = (v for k in kind.__mro__ if not is_not_users(k) for v in vars(k).values())
-    return MemberDescriptorType not in map(type, slots)
+    return not list_slots(kind)
 
 
 def _is_tree_of_plain_leaves(x: Any) -> bool:

@@ -33,7 +33,7 @@ from types import (
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
-from forall._core.python_state import UNSET, cell_contents_of
+from forall._core.python_state import UNSET, cell_contents_of, is_library_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -127,18 +127,17 @@ def list_parts(value: Any) -> list[Any] | None:
 def list_slots(kind: type) -> tuple[str, ...]:
     """Return the names of attributes of an object that are not in its `__dict__`.
 
-    Those are slots of classes written in Python, and the arguments of an exception.
+    Those are slots, members of classes in C (the factory of a `defaultdict`), and the arguments of
+    an exception. Members of libraries' classes in C are left out: they are as they were made.
     """
     names = _slots.get(kind)
     if names is None:
         found = {"args": issubclass(kind, BaseException)}
         for base in reversed(kind.__mro__):  # a class may hide a slot of its base
             own = vars(base)
-            found |= {
-                name: type(x) is MemberDescriptorType and "__slots__" in own
-                for name, x in own.items()
-                if base is not BaseException
-            }
+            may_change = "__slots__" in own or not is_library_object(base)
+            for name, x in own.items() if base is not BaseException else ():
+                found[name] = may_change and type(x) is MemberDescriptorType and name != "__dict__"
         names = _slots[kind] = tuple(name for name, is_slot in found.items() if is_slot)
     return names
 
@@ -147,8 +146,9 @@ _slots: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 
 
 def list_own_attributes(thing: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that an object has itself, in `__dict__` and in slots."""
-    found = [(name, getattr(thing, name, UNSET)) for name in list_slots(type(thing))]
+    """Return the attributes that an object has itself, in `__dict__`, in slots and as parts."""
+    found: list[tuple[str, Any]] = [("", part) for part in list_parts(thing) or ()]
+    found += [(name, getattr(thing, name, UNSET)) for name in list_slots(type(thing))]
     state = (getattr(thing, "__dict__", None) or {}).items()
     return [*state, *[row for row in found if row[1] is not UNSET]]
 

@@ -61,7 +61,7 @@ class AttributeNames:
     """
 
     def __init__(self, ran: FullCoverage) -> None:
-        self._ran = ran
+        self.ran = ran
         self.any = False  # True once code can look up any name
         self._met = {*NAMES_TORCH_CALLS}
         self._written: set[str] = set()
@@ -100,7 +100,7 @@ class AttributeNames:
 
     def release_for_code(self, func: FunctionType) -> Iterator[Any]:
         """Add the names in a function's code; yield the values that waited for them."""
-        names = self._ran.list_written_names(func.__code__)
+        names = self.ran.list_written_names(func.__code__)
         if not names.isdisjoint(_EVALUATING):
             texts = [c for code in walk_codes(func.__code__) for c in code.co_consts]
             names = names.union(*(_WORD.findall(text) for text in texts if isinstance(text, str)))
@@ -115,7 +115,7 @@ class AttributeNames:
         if any(_is_any_lookup(name, func.__globals__) for name in names):
             return True
         codes = () if names.isdisjoint(NAMES_OF_TEXT_LOOKUP) else walk_codes(func.__code__)
-        return any(find_text_lookups(self._ran.list_instructions(code))[1] for code in codes)
+        return any(find_text_lookups(self.ran.list_instructions(code))[1] for code in codes)
 
     def release_for_value(self, value: Any) -> Iterator[Any]:
         """Yield all waiting values if an object, of a library for example, may look up any name."""

@@ -19,7 +19,9 @@ from forall._compat.native_guards import (
 )
 from forall._compat.storage import has_memory
 from forall._core.python_state import UNSET, WeakBox
+from forall._core.raw_containers import view_raw_container
 from forall._jit.guards.identity import EXACT_CLASSES
+from forall._jit.guards.leaves import HEAP_TYPE_FLAG, ask_safely, read_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -79,36 +81,72 @@ class GuardChecks(NamedTuple):
     at_once: GuardTests  # the tests of ``quickly``, to be compiled together with others
 
 
+class WatchedState:
+    """A record of what objects held when they were visited, to compare by identity with now."""
+
+    def __init__(self) -> None:
+        self.attributes: list[tuple[Any, str, Any]] = []
+        self.names: list[tuple[Any, str, Any]] = []  # entries of namespaces
+        self.missing: list[tuple[Any, frozenset[str]]] = []  # names that they lack
+        self.of_weakly: list[tuple[WeakBox, str, Any]] = []  # entries of an object's `__dict__`
+        self.dicts: list[tuple[Any, tuple, tuple]] = []
+        self.lists: list[tuple[Any, tuple]] = []
+        self.data: list[tuple[Any, tuple]] = []  # of arrays and buffers
+        self.answers: dict[Callable[[], Any], Any] = {}  # of functions that return torch's state
+        self.others: list[Callable[[], bool]] = []
+
+    def watch_entries(self, names: Mapping[Any, Any]) -> None:
+        names = view_raw_container(names)
+        self.dicts.append((names, tuple(names), tuple(names.values())))
+
+    def list_tests(self) -> list[Callable[[], bool]]:
+        """Return the tests that are calls, whatever they compare."""
+        data, answers = self.data, self.answers.items()
+        return [
+            *check_if_any(data, lambda: all(read_buffer(known) == copy for known, copy in data)),
+            *check_if_any(answers, lambda: all(ask_safely(ask) == known for ask, known in answers)),
+            *self.others,
+        ]
+
+
+class LibraryState:
+    """Libraries' state, which is hardly ever written into and therefore compared separately."""
+
+    def __init__(self) -> None:
+        self.names: list[tuple[Any, str, Any]] = []
+        self.classes: list[tuple[Any, tuple, tuple]] = []
+        self._known: dict[int, type] = {}  # the classes whose state that is
+
+    def watch_class(self, kind: type) -> None:
+        """Watch the attributes of a class and of its bases, if they are mutable."""
+        for base in kind.__mro__:
+            if base.__flags__ & HEAP_TYPE_FLAG and id(base) not in self._known:
+                self._known[id(base)] = base
+                names = vars(base)
+                self.classes.append((names, tuple(names), tuple(names.values())))
+
+
 def make_guard_checks(
-    attributes: Iterable[tuple[Any, str, Any]],
-    names: Iterable[tuple[Mapping, str, Any]],
-    missing: Iterable[tuple[Mapping, frozenset[str]]],
-    dicts: Iterable[tuple[Mapping, tuple, tuple]],
-    lists: Iterable[tuple[Any, tuple]],
-    looks: TensorMetadata,
-    weakly: Iterable[tuple[WeakBox, str, Any]] = (),
-    of_libraries: tuple[Sequence, Sequence] = ((), ()),
-    others: Iterable[Callable[[], bool]] = (),
+    state: WatchedState, libraries: LibraryState, looks: TensorMetadata
 ) -> GuardChecks:
     """Return the checks that all of these hold the same objects, compared by identity."""
-    attributes, dicts, lists = [*attributes], [*dicts], [*lists]
-    empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
-    dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
-    own, others_own = _DictRows([*names], [*missing], dicts).split_by_counted()
-    names, dicts_of_libraries = of_libraries
+    empty = [row[0] for row in state.dicts if not row[1] and type(row[0]) in _SIZED]
+    dicts = [row for row in state.dicts if row[1] or type(row[0]) not in _SIZED]
+    own, others_own = _DictRows([*state.names], [*state.missing], dicts).split_by_counted()
     # Separate groups: a write into a library's global does not cause a check of all dicts.
-    theirs, others_theirs = _DictRows([*names], [], [*dicts_of_libraries]).split_by_counted()
+    rows = _DictRows([*libraries.names], [], [*libraries.classes])
+    theirs, others_theirs = rows.split_by_counted()
     counted, counts, unwritten = _group_dicts([own, theirs])
-    rest = _test_attributes([row for row in attributes if row[2] is not UNSET], empty)
-    rest += _test_weak_entries([*weakly])
-    rest += _test_short_lists([row for row in lists if _is_short(*row)])
+    rest = _test_attributes([row for row in state.attributes if row[2] is not UNSET], empty)
+    rest += _test_weak_entries(state.of_weakly)
+    rest += _test_short_lists([row for row in state.lists if _is_short(*row)])
     rest += _test_calls(
         [
-            *_check_unset([row[:2] for row in attributes if row[2] is UNSET]),
-            *_check_lists(*_transpose_rows([row for row in lists if not _is_short(*row)], 2)),
+            *_check_unset([row[:2] for row in state.attributes if row[2] is UNSET]),
+            *_check_lists(*_transpose_rows([r for r in state.lists if not _is_short(*r)], 2)),
             *others_own.list_checks(),
             *others_theirs.list_checks(),
-            *others,
+            *state.list_tests(),
         ]
     )
     at_once = rest + _test_tensors(looks.tensors, looks.at_once or looks.matches_exactly)

@@ -152,11 +152,9 @@ def is_method_def(func: FunctionType) -> bool:
     return bool(home) and not home.endswith("<locals>")
 
 
-def is_plain_constant(value: Any) -> bool:
-    """True for a constant of a built-in class; a user's subclass may have attributes."""
-    if not isinstance(value, LEAVES):
-        return False
-    return type(value) in LEAVES or is_not_users(type(value))
+def is_constant_class(kind: type) -> bool:
+    """True for a built-in class of constants; a user's subclass may have attributes."""
+    return kind in LEAVES or (issubclass(kind, LEAVES) and is_not_users(kind))
 
 
 def may_have_attributes(value: Any) -> bool:

@@ -12,21 +12,28 @@ import sys
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from forall._compat.private_api import module_of
+from forall._compat.private_api import OpOverload, OpOverloadPacket, module_of
 from forall._core.code_table import walk_codes
 from forall._core.python_state import (
     cell_contents_of,
     instructions_of,
+    is_library_module,
     is_not_users,
     is_not_users_module,
     module_name_of,
+    names_of,
 )
-from forall._jit.guards.attribute_names import SKIPPED_OPS
+from forall._core.reachable import list_inner_functions
+from forall._jit.guards.attribute_names import NAMES_TORCH_CALLS, SKIPPED_OPS
 from forall._jit.guards.module_names import find_dotted_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
     from types import CodeType
+
+    from forall._core.reachable import Walk
+    from forall._jit.guards.attribute_names import AttributeNames
+    from forall._jit.guards.codegen import LibraryState, WatchedState
 
 # Modules whose functions call others that bear on their results. What torch has around them (its
 # dispatch to subclasses, its compilers) is left out: it does not change results.
@@ -51,6 +58,97 @@ _AROUND = (
 )
 # Functions that write into a library's registry, and read it at most to find duplicates.
 _REGISTERS = ("register_", "private_register_")
+
+
+class LibraryWalk:
+    """The walk over libraries' functions: the names in their code, and registries they read."""
+
+    def __init__(
+        self, walk: Walk, asked: AttributeNames, state: WatchedState, libraries: LibraryState
+    ) -> None:
+        self.walk, self.asked, self.state, self.libraries = walk, asked, state, libraries
+        self.left: list[FunctionType] = []
+        self.kinds: list[type] = []
+        # Values that others have registered with a library, and the user's classes they are for.
+        self._registered: list[tuple[list[type], Any]] = []
+        self._names: frozenset[str] = frozenset()
+        self._followed: set[CodeType] = set()
+        self._followed_methods: set[CodeType] = set()
+        self._modules: set[tuple[int, frozenset[str]]] = set()
+
+    def run(self) -> None:
+        """Visit the libraries' functions that can be reached, and methods that code names."""
+        while self.left or self._queue_methods():
+            while self.left:
+                func = self.left.pop()
+                if is_not_users(func):
+                    self._visit_function(func)
+                else:
+                    self.walk.left.append(func)
+
+    def list_registered(self, visited: Container[int]) -> Iterator[Any]:
+        """Yield the registered values for whose keys all of the user's classes were visited."""
+        for kinds, value in self._registered:
+            if all(id(kind) in visited for kind in kinds):
+                yield value
+
+    def watch_module(self, module: ModuleType, inner: frozenset[str]) -> None:
+        """Watch the names of a library's module that code may ask for: those that it contains."""
+        if (id(module), inner) in self._modules:
+            return
+        self._modules.add((id(module), inner))
+        for name in inner & vars(module).keys():
+            value = vars(module)[name]
+            self.libraries.names.append((vars(module), name, value))
+            if isinstance(value, FunctionType):
+                self.left.append(value)
+            elif isinstance(value, (OpOverload, OpOverloadPacket)):
+                self.walk.left.append(value)
+            elif isinstance(value, type):
+                self.kinds += value.__mro__[:-1]
+            elif isinstance(value, ModuleType) and is_library_module(value.__name__):
+                self.watch_module(value, inner)
+
+    def _visit_function(self, func: FunctionType) -> None:
+        """Visit what a library's function leads to, by the names in its code."""
+        ran = self.asked.ran
+        if func.__code__ in self._followed or not is_followed(func):
+            return
+        if not ran.may_have_run(func.__code__):
+            ran.did_not_run(func)
+            return
+        self._followed.add(func.__code__)
+        self._names |= names_of(func.__code__)
+        for names, name, value in find_named_globals(func):
+            self.libraries.names.append((names, name, value))
+            if isinstance(value, FunctionType):
+                self.left.append(value)
+            elif isinstance(value, (dict, list)) and id(value) not in self.walk.held:
+                self.walk.held[id(value)] = value
+                self._watch_registry(value)
+        self.left += list_inner_functions(func)
+
+    def _watch_registry(self, value: Any) -> None:
+        """Watch a library's registry: a dict or list that others may add entries to."""
+        if isinstance(value, dict):
+            self.state.watch_entries(value)
+            entries = value.items()
+        else:
+            self.state.lists.append((value, tuple(value)))
+            entries = enumerate(value)
+        self._registered += [(find_key_classes(key), x) for key, x in select_users_entries(entries)]
+
+    def _queue_methods(self) -> bool:
+        asks = self.asked.contains_name
+        for kind in self.kinds:
+            for name, found in vars(kind).items():
+                func = getattr(found, "fget", None) or getattr(found, "__func__", found)
+                if isinstance(func, FunctionType) and func.__code__ not in self._followed_methods:
+                    dunder = name[:2] == "__" or name in NAMES_TORCH_CALLS
+                    if self.asked.ran.seen or dunder or asks(name) or name in self._names:
+                        self._followed_methods.add(func.__code__)
+                        self.left.append(func)
+        return bool(self.left)
 
 
 def is_followed(func: FunctionType) -> bool:
