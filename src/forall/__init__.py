@@ -17,8 +17,7 @@ with _without_collector():
     from forall._api.explain import Explanation, explain
     from forall._api.functional_call import functional_call, stack_module_state
     from forall._api.grad import grad, grad_and_value
-    from forall._api.jacobian import hessian, jacfwd, jacrev
-    from forall._api.jacobian_auto import jacobian
+    from forall._api.jacobian import hessian, jacfwd, jacobian, jacrev
     from forall._api.jit import jit
     from forall._api.jvp import jvp
     from forall._api.linearize import linearize

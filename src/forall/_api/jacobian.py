@@ -1,4 +1,4 @@
-"""`jacrev`, `jacfwd`, `hessian`: all derivatives of a function at a point."""
+"""`jacrev`, `jacfwd`, `jacobian`, `hessian`: all derivatives of a function at a point."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from forall._api.jacobian_blocks import (
     InnerJacobian,
     JacobianBlocks,
     compute_by_columns,
+    compute_by_fewer,
     compute_by_rows,
     pack_answer,
 )
-from forall._api.typing import (
-    Chunk,
-)
+from forall._api.typing import Chunk
 from forall._compat import functorch_interop
 from forall._core.errors import TransformCall
 
@@ -87,18 +86,10 @@ def jacrev(
     """
     argument_checks.check_chunk_size("jacrev", chunk_size)
 
-    def rows(
-        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool
-    ) -> JacobianBlocks:
-        return compute_by_rows(call, f, given.tensors, has_aux, chunk_size, holomorphic)
-
     which = (argnums, argnames)
-    options = {
-        "error": RuntimeError,
-        "chunk_size": get_torch_chunk_size(chunk_size),
-        "holomorphic": holomorphic,
-    }
-    return make_jacobian_transform("jacrev", which, has_aux, return_value, rows, **options)
+    return _make_reverse_jacobian(
+        "jacrev", compute_by_rows, which, has_aux, return_value, chunk_size, holomorphic
+    )
 
 
 @define_transform()
@@ -165,8 +156,74 @@ def jacfwd(
         return compute_by_columns(call, f, given, has_aux, randomness, chunk_size, holomorphic)
 
     which = (argnums, argnames)
-    options = {"error": ValueError, "randomness": randomness, "holomorphic": holomorphic}
-    return make_jacobian_transform("jacfwd", which, has_aux, return_value, columns, **options)
+    return _make_jacobian(
+        "jacfwd",
+        columns,
+        which,
+        has_aux,
+        return_value,
+        holomorphic,
+        ValueError,
+        "jacfwd",
+        randomness=randomness,
+    )
+
+
+@define_transform()
+def jacobian(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable:
+    """The Jacobian of ``func`` at a point, by the mode that has less to do.
+
+    The law: ``jacobian(f)(x)`` equals ``jacrev(f)(x)`` and ``jacfwd(f)(x)``. For
+    ``f: (*I) -> (*O)`` it has shape ``(*O, *I)`` and holds
+
+        jacobian(f)(x)[o, i] = d f(x)[o] / d x[i].
+
+    Cost: ``f`` is called once and recorded. Then one pull-back per number in the output is run. If
+    the input has fewer than half as many numbers, one push-forward per number in it is run instead,
+    as the pull-back of the recorded pull-back. That needs a graph of torch's own operators alone,
+    and nothing outside that differentiates the Jacobian; else it is `jacrev`.
+
+    `jacfwd` records nothing, so it needs less memory.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
+        return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
+            is not called again for it.
+        chunk_size: at most so many directions at once, or ``"auto"`` (see `vmap`). Changes memory,
+            not values.
+        holomorphic: as in `jacrev`.
+
+    Trees, and what is raised, are those of `jacrev`.
+
+    Source: Griewank and Walther, "Evaluating derivatives" (2008), chapter 3.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (5,): two columns are fewer
+        ...     return torch.outer(x, x).flatten()[:3].repeat(2)[:5]
+        >>> forall.jacobian(f)(torch.tensor([2.0, 3.0]))             # (5, 2)
+        tensor([[4., 0.],
+                [3., 2.],
+                [3., 2.],
+                [4., 0.],
+                [3., 2.]])
+    """
+    argument_checks.check_chunk_size("jacobian", chunk_size)
+
+    which = (argnums, argnames)
+    return _make_reverse_jacobian(
+        "jacobian", compute_by_fewer, which, has_aux, return_value, chunk_size, holomorphic
+    )
 
 
 @define_transform()
@@ -256,17 +313,44 @@ def hessian(
     return compute_hessian
 
 
-def make_jacobian_transform(
+def _make_reverse_jacobian(
     verb: str,
+    compute: Callable[..., JacobianBlocks],
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
     return_value: bool,
-    sweep: Callable[..., JacobianBlocks],
-    error: type[Exception],
-    torchs: str | None = None,  # the transform of torch.func that does the same
-    *,
+    chunk_size: Chunk,
     holomorphic: bool,
-    **options: Any,
+) -> Callable:
+    def rows(
+        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool
+    ) -> JacobianBlocks:
+        return compute(call, f, given.tensors, has_aux, chunk_size, holomorphic)
+
+    size = get_torch_chunk_size(chunk_size)
+    return _make_jacobian(
+        verb,
+        rows,
+        which,
+        has_aux,
+        return_value,
+        holomorphic,
+        RuntimeError,
+        "jacrev",
+        chunk_size=size,
+    )
+
+
+def _make_jacobian(
+    verb: str,
+    sweep: Callable[..., JacobianBlocks],
+    which: tuple[Any, Any],  # argnums, argnames
+    has_aux: bool,
+    return_value: bool,
+    holomorphic: bool,
+    error: type[Exception],
+    torchs: str,  # the transform of torch.func that does the same
+    **options: Any,  # its further options
 ) -> Callable:
     """Return a function that runs a call: the blocks of ``sweep``, and the value or aux."""
     beside = has_aux or return_value
@@ -275,7 +359,7 @@ def make_jacobian_transform(
         f = with_value_as_aux(verb, func, has_aux) if return_value else func
         if functorch_interop.must_hand_over():
             by = call_torch_holomorphic if holomorphic else call_torch_transform
-            return by(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
+            return by(torchs, f, args, kwargs, *which, has_aux=beside, **options)
         call = describe_call(verb, func, *which, holomorphic=holomorphic)
         given = DiffArguments(call, args, kwargs, *which, error)
         found = sweep(call, lambda *xs: given.call(f, xs), given, beside)
