@@ -91,7 +91,11 @@ class ByJit(AutoReplayCache):
     def __init__(self, run: Any, leads_back: Any = None, *, stands_in: bool = False) -> None:
         super().__init__(run, leads_back, stands_in=stands_in)
         self.kinds = Quiet(
-            run, StaticArguments(run, None, None), compile_graph=compile_python, fastmath=FASTMATH
+            run,
+            StaticArguments(run, None, None),
+            (),
+            compile_graph=compile_python,
+            fastmath=FASTMATH,
         )
 
     @not_the_users
