@@ -10,7 +10,7 @@ import torch
 from forall._compat.op_schema import map_arguments
 from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.axes import move_axis_to_front, pad_rank
+from forall._core.axes import pad_rank
 from forall._core.levels import set_acting_level
 from forall._vmap import registry
 from forall._vmap.batched_tensor import BatchedTensor, derive_view, wrap_stack
@@ -34,7 +34,7 @@ def has_plain_stack(a: Any, level: Any) -> bool:
 
 def move_to_front(a: BatchedTensor) -> Tensor:
     """(.., B, ..) -> (B, *S)."""
-    return move_axis_to_front(a.value, a.axis)
+    return a.value.movedim(a.axis, 0) if a.axis else a.value
 
 
 def lower_shared(a: Any, level: Any) -> Any:
