@@ -98,7 +98,7 @@ class Explanation:
         converted: the functions whose source was converted.
         refused: the functions whose source was not converted, with the reason.
         again: the calls in which examples diverged, and how often each ran again for a group.
-        examples: the number of examples of a `vmap`, else None.
+        examples: the number of examples of a `vmap`, else 0.
 
     Cost: nothing more; all is kept as it was found.
 
@@ -120,7 +120,7 @@ class Explanation:
     converted: tuple[Function, ...] = ()
     refused: tuple[Function, ...] = ()
     again: tuple[tuple[str, int], ...] = ()
-    examples: int | None = None
+    examples: int = 0
     _report: Report = field(default_factory=Report, repr=False)
 
     @property
@@ -172,7 +172,7 @@ class Explanation:
         return "\n\n".join(parts)
 
     def _title(self) -> str:
-        if self.examples is None:
+        if not self.examples:
             return self.call
         return f"{self.call}: {explain_plot.format_count(self.examples, 'example')}"
 

@@ -158,7 +158,8 @@ def run_and_report(
 ) -> Any:
     """Run one call of the mapped function with these options of `vmap`, and fill the report."""
     spec = VmapSpec(func, *[options[name] for name in VmapSpec._fields[1:]])
-    how = VmapOptions(*[options[name] for name in VmapOptions._fields[:-1]], report)
+    ways = {name: options[name] for name in ("divergence", "ragged", "max_steps")}
+    how = VmapOptions(**ways, report=report)
     return spec.run(how, args, kwargs)
 
 
