@@ -21,10 +21,12 @@ from forall._api.vjp import GraphPullback
 from forall._api.vmap import vmap
 from forall._autodiff.jvp_level import JvpLevel
 from forall._compat.autograd_graph import call_autograd_grad, cotangents_of, iterate_nodes
+from forall._compat.devices import copy_index_to
 from forall._compat.dispatch_state import functions_off, run_backward
 from forall._compat.private_api import PLAIN
 from forall._core.errors import format_columns, format_short
-from forall._core.levels import is_from_outside, lift, stack, top
+from forall._core.levels import complete_gradient, is_from_outside, lift, stack, top
+from forall._vmap.active_set.merge import RestrictExamples
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.boundary import Broadcast, Restack, Unstack
 from forall._vmap.function_mode import find_sharing_level
@@ -63,22 +65,25 @@ def _grad_through_captured(
     given = _tuple(inputs)
     if level is None or not all(isinstance(x, torch.Tensor) for x in given):
         return NotImplemented
-    first_names = {id(stand_in): t for t, stand_in in level.lift_cache.values()}
-    wanted = [first_names.get(id(x), x) for x in given]
+    wanted = _replace_stand_ins(level, given)
     if not any(is_from_outside(x, level) for x in wanted):
         return NotImplemented
     with torch.enable_grad():
         outs = tuple(lift(y, level) if isinstance(y, torch.Tensor) else y for y in _tuple(outputs))
     crossings = _find_crossings(level, outs, wanted)
     # Under no_grad the inputs have no stand-ins, and a pass would continue to them and sum.
-    if torch.is_grad_enabled() and not any(
+    is_one_graph = torch.is_grad_enabled() and not any(
         _continues_outside(c.outside, wanted) for c in crossings
-    ):
-        return NotImplemented  # one graph, of this level
+    )
+    if is_one_graph and not stack.parted:
+        return NotImplemented
     flags = _flags(retain_graph, create_graph)
     if is_grads_batched:
         each = lambda g: torch.autograd.grad(outs, wanted, g, *flags, allow_unused=True)  # noqa: E731
         found = vmap(each)(grad_outputs)
+    elif is_one_graph:  # of all examples: a stand-in for some is not what others computed with
+        stops = [lift(x, level.root) for x in wanted]
+        found = call_autograd_grad(outs, stops, grad_outputs, *flags)
     else:
         found = _find_gradients(level, outs, wanted, grad_outputs, crossings, flags)
     return _answer(found, given, allow_unused, materialize_grads)
@@ -140,13 +145,31 @@ def _check_all_used(found: Iterable) -> tuple:
     return tuple(found)
 
 
+def _replace_stand_ins(level: Level, tensors: tuple) -> Tensors:
+    """Replace what stands for captured tensors at this level, or its sub-levels, by these."""
+    lifted = [*level.lift_cache.values()]
+    by_id = {id(stand_in): t for t, stand_in in lifted}
+    by_node = {stand_in.grad_fn: t for t, stand_in in lifted if stand_in.grad_fn is not None}
+
+    def find_captured(x: torch.Tensor) -> torch.Tensor:
+        node = None if id(x) in by_id else x.grad_fn
+        if not isinstance(node, RestrictExamples._backward_cls):
+            return by_id.get(id(x), x)
+        while isinstance(node, RestrictExamples._backward_cls):
+            node = node.next_functions[0][0]
+        return by_node.get(node, x)
+
+    return [*map(find_captured, tensors)]
+
+
 def _find_gradients(
     level: Level, outs: tuple, wanted: Tensors, grads: Any, crossings: list[Crossing], flags: Any
 ) -> list:
     """Return a gradient, or None, for each wanted tensor: the level's own and those outside."""
     stops = [x for x in wanted if not is_from_outside(x, level)]
     stops += [c.inside for c in crossings]
-    pulled = iter(call_autograd_grad(outs, stops, grads, *flags))
+    found = call_autograd_grad(outs, stops, grads, *flags)
+    pulled = map(complete_gradient, found)  # all that run, where a stand-in is of more
     own = {id(x): next(pulled) for x in wanted if not is_from_outside(x, level)}
     met = [(c, cot) for c, cot in zip(crossings, pulled, strict=True) if cot is not None]
     if met:
@@ -208,8 +231,15 @@ class OuterPullback(GraphPullback):
         """Return (B * N, *S) as (B * N, .., B, ..), with zeros for all other examples along B."""
         if axis is None:
             return stack
-        parts = stack.unflatten(0, (self.inner.size, -1)).movedim(0, -1)
-        return torch.diag_embed(parts, dim1=0, dim2=axis + 2).flatten(0, 1)
+        inner, dim = self.inner, axis + 2
+        parts = stack.unflatten(0, (inner.size, -1)).movedim(0, -1)
+        placed = torch.diag_embed(parts, dim1=0, dim2=dim)
+        if inner.root is not inner:  # the examples that run, among all that were batched
+            sizes = [*placed.shape]
+            sizes[dim] = inner.root.size
+            rows = copy_index_to(inner.rows, placed.device)
+            placed = placed.new_zeros(sizes).index_copy(dim, rows, placed)
+        return placed.flatten(0, 1)
 
     def _pull_back_to(self, stops: tuple[End, ...], stacks: Tensors) -> list:
         retain_graph, create_graph = self.flags
@@ -225,14 +255,15 @@ class OuterPullback(GraphPullback):
 
 def _find_crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Crossing]:
     """Find where the graphs of ``roots`` cross the level's boundary on a way to wanted tensors."""
+    nodes = dict.fromkeys(iterate_nodes(roots, lambda n: isinstance(n, _BORDER)))
     shared = [
         Crossing(s, t, None)
         for t, s in level.lift_cache.values()
-        if s.requires_grad and _leads_to(t, wanted)
+        if s.requires_grad and s.grad_fn in nodes and _leads_to(t, wanted)
     ]
     entered = [
         Crossing(GradientEdge(node, 0), GradientEdge(*node.next_functions[0]), node.axis)
-        for node in iterate_nodes(roots, lambda n: isinstance(n, _BORDER))
+        for node in nodes
         if isinstance(node, Unstack._backward_cls) and node.level is level.root and not node.worn
     ]
     entered = [c for c in entered if _leads_to(c.outside, wanted)]
@@ -294,11 +325,8 @@ def _backward_through_captured(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     if "gradient" in kwargs:
         kwargs["grad_tensors"] = kwargs.pop("gradient")
     torch.autograd.backward(roots, *args, **kwargs)
-    captured = [
-        t for t, s in level.lift_cache.values() if s.requires_grad and t.grad_fn is not None
-    ]
     with functions_off():
-        for node in iterate_nodes(captured):
+        for node in iterate_nodes(roots):  # also outside, behind captured and mapped tensors
             leaf = getattr(node, "variable", None)
             if leaf is not None and is_from_outside(leaf, level):
                 _unwrap_grad(leaf)

@@ -75,8 +75,9 @@ def call_autograd_grad(
 
 
 def cotangents_of(outputs: tuple, given: Any) -> list[Any]:
-    """One for each output: what torch.autograd.grad was given, or ones where it was given none."""
-    with functions_off():
+    """Return one for each output: what torch.autograd.grad was given, or else ones."""
+    # Ones have no history, and what they are made like may come from outside of a level.
+    with functions_off(), torch.no_grad():
         cotangents = torch.autograd._tensor_or_tensors_to_tuple(given, len(outputs))
         return [*torch.autograd._make_grads(outputs, cotangents, is_grads_batched=False)]
 
