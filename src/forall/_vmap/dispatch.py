@@ -381,6 +381,7 @@ def run_shared_operator(level: VmapLevel, func: Any, args: tuple, kwargs: dict) 
         return sparse_stack.alias_constant(out)
     if (
         func is _TO_COPY
+        and isinstance(plain[0], torch.Tensor)  # a number may stand in its place
         and not plain[0].is_cpu
         and is_saving_storage(find_users_frame(sys._getframe(), _HANDED_ON))
     ):
