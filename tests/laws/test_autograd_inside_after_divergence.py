@@ -152,6 +152,17 @@ def inner_vmap(c: Captured, x: Any) -> Any:
     return vmap(of_entry)(x).sum(0)
 
 
+def inner_vmap_of_a_value_of_both_branches(c: Captured, x: Any) -> Any:
+    h = (x * c.w).sin() if x[0] > 0 else x * c.w * c.y
+
+    def of_row(row: Any) -> Any:
+        if row[0] > 0:
+            return take_grad((h * row).sum(), c.w, retain_graph=True)[0]
+        return take_grad((h * row**2).sum(), c.w, retain_graph=True)[0]
+
+    return vmap(of_row)(c.first.detach())
+
+
 def inner_grad(c: Captured, x: Any) -> Any:
     def total(a: Any) -> Any:
         if a[0] > 0:
@@ -178,6 +189,7 @@ BODIES: list[Callable[[Captured, Any], Any]] = [
     several_cotangents_at_once,
     without_recording,
     inner_vmap,
+    inner_vmap_of_a_value_of_both_branches,
     inner_grad,
 ]
 

@@ -245,9 +245,10 @@ class OuterPullback(GraphPullback):
         retain_graph, create_graph = self.flags
 
         def pull(outputs: tuple, cots: tuple) -> Any:
-            return run_backward(
+            found = run_backward(
                 outputs, cots, stops, retain_graph=retain_graph, create_graph=create_graph
             )
+            return map(complete_gradient, found)  # examples may have diverged further out
 
         with torch.set_grad_enabled(create_graph):
             return self._pull_back_batched(pull, stacks)
