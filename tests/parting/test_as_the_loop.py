@@ -716,6 +716,10 @@ class TestSettled:
     @pytest.fixture(autouse=True)
     def _measured(self, monkeypatch):
         monkeypatch.setattr(config, "parting", "measured")
+        # However slow the machine is, the first calls are neither run together nor recorded.
+        monkeypatch.setattr(config, "patience", inf)
+        monkeypatch.setattr(loop_or_batch, "_WORTH", inf)
+        monkeypatch.setattr(loop_or_batch, "_FIRST", inf)
 
     @staticmethod
     def settled(f, *stacks, word=lambda f: f, **options):
