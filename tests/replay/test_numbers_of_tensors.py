@@ -341,7 +341,7 @@ def test_number_that_is_read_is_the_calls_own(name):
         for v in values:
             try:
                 wanted = known(v)
-            except RuntimeError:  # which no plain tensor can be asked either
+            except (RuntimeError, TypeError):  # which no plain tensor can be asked either
                 continue
             assert torch.allclose(found(v), wanted, rtol=1e-4, atol=1e-5, equal_nan=True), (way, v)
 
