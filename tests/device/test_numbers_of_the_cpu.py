@@ -60,6 +60,27 @@ def test_mapped_numbers(name, replay, monkeypatch):
         torch.testing.assert_close(found, wanted)
 
 
+PLACED = {
+    "narrow": lambda x, i: x.narrow(0, i, 2),
+    "narrow at a Python number": lambda x, i: x.narrow(0, int(i), 2),
+    "slice": lambda x, i: x[i : i + 2],
+    "slice at a Python number": lambda x, i: x[int(i) : int(i) + 2],
+    "select": lambda x, i: x.select(0, i),
+    "select at a Python number": lambda x, i: x.select(0, int(i)),
+    "roll by a Python number": lambda x, i: x.roll(int(i)),
+}
+
+
+@pytest.mark.filterwarnings("error")  # a fall back to groups warns
+@pytest.mark.parametrize("device", ["cpu", D])
+@pytest.mark.parametrize("name", PLACED)
+def test_places_of_examples(name, device, monkeypatch):
+    monkeypatch.setattr(config, "parting", "together")
+    f, places = PLACED[name], torch.tensor([1, 0, -3, 1], device=device)
+    wanted = torch.stack([f(x, i) for x, i in zip(XS, places, strict=True)])
+    torch.testing.assert_close(vmap(f)(XS, places), wanted)
+
+
 def test_a_stack_of_vectors_does_not_go_with_the_device():
     with pytest.raises(RuntimeError, match="same device"):
         vmap(torch.mul)(XS, torch.ones(4, 3))
