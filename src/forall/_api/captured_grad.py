@@ -150,7 +150,6 @@ def _replace_stand_ins(level: Level, tensors: tuple) -> Tensors:
 
     Where examples have diverged, a stand-in may be restricted to some of them.
     """
-    captured = {s.grad_fn or id(s): t for t, s in level.lift_cache.values()}
 
     def find_captured(x: torch.Tensor) -> torch.Tensor:
         node = x.grad_fn
@@ -158,7 +157,9 @@ def _replace_stand_ins(level: Level, tensors: tuple) -> Tensors:
             node = node.next_functions[0][0]
         return captured.get(node or id(x), x)
 
-    return [*map(find_captured, tensors)]
+    with functions_off():
+        captured = {s.grad_fn or id(s): t for t, s in level.lift_cache.values()}
+        return [*map(find_captured, tensors)]
 
 
 def _find_gradients(
