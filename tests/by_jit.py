@@ -90,7 +90,7 @@ class ByJit(AutoReplayCache):
     def __init__(self, run: Any, leads_back: Any = None, *, stands_in: bool = False) -> None:
         super().__init__(run, leads_back, stands_in=stands_in)
         self.kinds = Quiet(
-            run, StaticArguments(run, None, None), write=write_program, fastmath=FASTMATH
+            run, StaticArguments(run, None, None), (), write=write_program, fastmath=FASTMATH
         )
 
     @not_the_users
