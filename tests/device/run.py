@@ -36,7 +36,7 @@ class Ran(NamedTuple):
 
 
 def known() -> dict[str, re.Pattern[str]]:
-    """How the names of the tests begin that are listed, with a reason each; ``*`` is any text."""
+    """Return a pattern for each listed beginning of tests' names, where ``*`` is any text."""
     entries = tomllib.loads((HERE / "known.toml").read_text())["failure"]
     assert all(entry["reason"] for entry in entries)
     names = [begins for entry in entries for begins in entry["tests"]]

@@ -422,11 +422,7 @@ OWN = {"itself": lambda xs: xs, "a result": lambda xs: xs * 1, "rows": lambda xs
 
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("own", OWN)
-def test_a_gradient_left_on_what_is_mapped(own, held, way, request):
-    if way == "converted" and own != "itself" and not held:
-        reason = "behind Enter a backward pass runs under the part of the level that has parted"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-
+def test_a_gradient_left_on_what_is_mapped(own, held, way):
     def f(x):
         (x * x).backward(retain_graph=True)
         if x > 0 and x > 2:

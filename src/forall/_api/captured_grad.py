@@ -103,7 +103,7 @@ def _grad_through_captured(call: GradCall) -> Any:
     if call.is_grads_batched:
         each = lambda g: torch.autograd.grad(outs, wanted, g, *flags, allow_unused=True)  # noqa: E731
         found = vmap(each)(call.grad_outputs)
-    elif is_one_graph:  # of all examples: a stand-in for some is not what others computed with
+    elif is_one_graph:  # the unrestricted stand-ins are ancestors of what any example computed
         stops = [lift(x, level.root) for x in wanted]
         found = call_autograd_grad(outs, stops, call.grad_outputs, *flags)
     else:
@@ -143,20 +143,20 @@ def _check_all_used(found: Iterable) -> tuple:
 
 
 def _replace_stand_ins(level: Level, tensors: tuple) -> Tensors:
-    """Replace what stands for captured tensors at this level, or its sub-levels, by these."""
-    lifted = [*level.lift_cache.values()]
-    by_id = {id(stand_in): t for t, stand_in in lifted}
-    by_node = {stand_in.grad_fn: t for t, stand_in in lifted if stand_in.grad_fn is not None}
+    """Return the tensors, with captured ones in the place of their stand-ins at this level.
+
+    Where examples have diverged, a stand-in may be restricted to some of them.
+    """
 
     def find_captured(x: torch.Tensor) -> torch.Tensor:
-        node = None if id(x) in by_id else x.grad_fn
-        if not isinstance(node, RestrictExamples._backward_cls):
-            return by_id.get(id(x), x)
+        node = x.grad_fn
         while isinstance(node, RestrictExamples._backward_cls):
             node = node.next_functions[0][0]
-        return by_node.get(node, x)
+        return captured.get(node or id(x), x)
 
-    return [*map(find_captured, tensors)]
+    with functions_off():
+        captured = {s.grad_fn or id(s): t for t, s in level.lift_cache.values()}
+        return [*map(find_captured, tensors)]
 
 
 def _find_gradients(
@@ -165,8 +165,8 @@ def _find_gradients(
     """Return a gradient, or None, for each wanted tensor: the level's own and those outside."""
     stops = [x for x in wanted if not is_from_outside(x, level)]
     stops += [c.inside for c in crossings]
-    found = call_autograd_grad(outs, stops, grads, *flags)
-    pulled = map(complete_gradient, found)  # all that run, where a stand-in is of more
+    # Zeros complete a gradient of some examples to one of all that run.
+    pulled = map(complete_gradient, call_autograd_grad(outs, stops, grads, *flags))
     own = {id(x): next(pulled) for x in wanted if not is_from_outside(x, level)}
     met = [(c, cot) for c, cot in zip(crossings, pulled, strict=True) if cot is not None]
     if met:

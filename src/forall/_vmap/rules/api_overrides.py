@@ -207,7 +207,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 
 def gather_range(x: Tensor, dim: int, begin: Tensor, length: int) -> Tensor:
     """Return ``x.narrow(dim, begin, length)`` with a batched ``begin`` (`view_copies`)."""
-    places = begin.to(x.device) + torch.arange(length, device=x.device)  # a number may be the CPU's
+    places = begin + torch.arange(length, device=x.device)  # `begin` may be a number of the CPU
     return make_view_copy(x.index_select(dim, places), x, [*[None] * dim, places])
 
 
