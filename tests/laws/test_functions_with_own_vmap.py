@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import Function
 
-from forall import grad, hessian, jacrev, jvp, vmap
+from forall import PerformanceWarning, grad, hessian, jacrev, jvp, vmap
 
 D = torch.float64
 X = torch.linspace(-2, 2, 15, dtype=D).reshape(5, 3)
@@ -117,8 +117,27 @@ def test_second_derivatives_by_both_modes_are_right():
     torch.testing.assert_close(found, torch.diag_embed(-X.sin()))
 
 
-def test_examples_that_part_are_right():
-    found = vmap(lambda x: Sin.apply(x) if x.sum() > 0 else 2 * x)(X)
+class Quiet(InNumpy):
+    """Its forward changes nothing that others see."""
+
+    @staticmethod
+    def forward(x):
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    @staticmethod
+    def vmap(_info, in_dims, x):
+        return Quiet.apply(x), in_dims[0]
+
+
+def test_diverged_examples_are_right():
+    found = vmap(lambda x: Quiet.apply(x) if x.sum() > 0 else 2 * x)(X)
+    right = torch.where(X.sum(1, keepdim=True) > 0, X.sin(), 2 * X)
+    torch.testing.assert_close(found, right)
+
+
+def test_forward_that_changes_a_list_runs_in_groups_once_examples_diverge():
+    with pytest.warns(PerformanceWarning, match="has changed what others see"):
+        found = vmap(lambda x: Sin.apply(x) if x.sum() > 0 else 2 * x)(X)
     right = torch.where(X.sum(1, keepdim=True) > 0, X.sin(), 2 * X)
     torch.testing.assert_close(found, right)
 

@@ -49,6 +49,16 @@ class Plain:
         self.n += 1
 
 
+class Called:
+    def __init__(self, n):
+        self.n = n
+
+    def apply(self, x):
+        return x * self.n
+
+    __call__ = apply
+
+
 class Slots:
     __slots__ = ("__hidden", "n")
 
@@ -509,6 +519,18 @@ def what_a_decorated_function_wraps():
         return read()
 
     return lambda x: x * wrapped(), lambda: held.append(1)
+
+
+@case
+def an_object_whose_method_is_under_no_grad():
+    held = Called(1)
+    return torch.no_grad()(held.apply), lambda: setattr(held, "n", 2)
+
+
+@case
+def an_object_that_is_called_under_no_grad():
+    held = Called(1)
+    return torch.no_grad()(held), lambda: setattr(held, "n", 2)
 
 
 @case

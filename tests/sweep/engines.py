@@ -49,10 +49,10 @@ class Engine:
         run = vmap_level.VmapLevel._run
 
         def recorded(
-            self: Any, func: Any, args: tuple, kwargs: dict, handler: Any, meets: str
+            self: Any, func: Any, args: tuple, kwargs: dict, handler: Any, meets: str, met: list
         ) -> Any:
             try:
-                return run(self, func, args, kwargs, handler, meets)
+                return run(self, func, args, kwargs, handler, meets, met)
             finally:
                 # One without mapped arguments runs once, as it would outside: no way to note.
                 if meets == "mapped":

@@ -40,7 +40,7 @@ from forall._core.reachable import (
     Visitors,
     Walk,
     is_ndarray,
-    list_inner_functions,
+    list_inner_callables,
     list_parts,
     list_slots,
 )
@@ -99,7 +99,7 @@ class PythonSnapshot:
         """
         left, own = self.walk.left, func.__dict__
         if is_not_users_module(module_name_of(func)):
-            left += list_inner_functions(func)
+            left += list_inner_callables(func)
             return
         code, defaults, by_name = func.__code__, func.__defaults__, func.__kwdefaults__
         self.functions.append((func, (code, defaults, by_name, own)))
@@ -337,7 +337,7 @@ def _choose_visitor(kind: type) -> Callable[[PythonSnapshot, Any], None] | None:
         visits = [_choose_for_attributes(kind)]
     elif issubclass(kind, functools.partial):
         visits.append(PythonSnapshot._visit_object)
-    if list_slots(kind):
+    if list_slots(kind) and module_of(kind).partition(".")[0] != "forall":  # whose hold caches
         visits.append(PythonSnapshot._visit_slots)
     if len(visits) < 2:
         return next(iter(visits), None)

@@ -33,7 +33,12 @@ from types import (
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
-from forall._core.python_state import UNSET, cell_contents_of, is_library_object
+from forall._core.python_state import (
+    UNSET,
+    cell_contents_of,
+    is_library_object,
+    is_not_users,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 _MOST_CLASSES = 10_000
 FUNCTION_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+_CALLED = (FunctionType, MethodType, functools.partial)
 DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 WRAPPERS = (
     MethodType,
@@ -153,10 +159,15 @@ def list_own_attributes(thing: Any) -> list[tuple[str, Any]]:
     return [*state, *[row for row in found if row[1] is not UNSET]]
 
 
-def list_inner_functions(func: FunctionType) -> list[FunctionType]:
-    """Return the functions in the closure of a function, and the one that it wraps."""
+def list_inner_callables(func: FunctionType) -> list[Any]:
+    """Return what the closure of a library's function can call, and what the function wraps.
+
+    Those are functions, methods, and objects of the user's classes.
+    """
     held = [*map(cell_contents_of, func.__closure__ or ()), vars(func).get("__wrapped__")]
-    return [value for value in held if isinstance(value, FunctionType)]
+    return [
+        x for x in held if isinstance(x, _CALLED) or (callable(x) and not is_not_users(type(x)))
+    ]
 
 
 def is_ndarray(value: Any) -> bool:

@@ -16,7 +16,7 @@ from forall._divergence import (
 )
 from forall._divergence.batched_scalar import BatchedScalar, read_scalar
 from forall._divergence.scalar_math import BUILTINS, MATH
-from forall._divergence.vmap_interface import VmapInterface, install_interface
+from forall._divergence.vmap_interface import VmapInterface, install_interface, interface
 from forall._vmap.active_set import active_mask
 from forall._vmap.active_set.rerun import run_per_group
 from forall._vmap.concretize import get_plain_numbers, read_answers
@@ -62,6 +62,8 @@ class _Vmap:
     call_numpy = staticmethod(scalar_numpy.call_numpy_on_scalars)
     operate_with_tensor = staticmethod(scalar_torch.operate_with_tensor)
     operate_with_array = staticmethod(scalar_numpy.operate_with_array)
+    # The analysis is in a package above, which may have set it before or will set it later.
+    find_pure_bindings = staticmethod(interface.find_pure_bindings)
 
     @staticmethod
     def convert_number(n: Any, kind: type, /) -> Any:
@@ -70,10 +72,6 @@ class _Vmap:
     @staticmethod
     def call_math(f: Any, args: tuple, kwargs: dict, /) -> Any:
         return MATH[f](*args, **kwargs)
-
-    @staticmethod
-    def find_pure_bindings(_function: Any, /) -> None:
-        """Return None: the analysis is in a package above, which sets it."""
 
 
 _vmap: VmapInterface = _Vmap()

@@ -68,7 +68,11 @@ class VmapInterface(Protocol):
         """Return what a function captures, if it has no side effects, else None."""
 
 
-interface = cast("VmapInterface", SimpleNamespace())
+def _find_nothing_pure(_function: Any, /) -> None:
+    """Return None, as for a function with side effects, until the analysis is loaded."""
+
+
+interface = cast("VmapInterface", SimpleNamespace(find_pure_bindings=_find_nothing_pure))
 
 
 def install_interface(implementation: Any) -> None:

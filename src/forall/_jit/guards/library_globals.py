@@ -23,7 +23,7 @@ from forall._core.python_state import (
     module_name_of,
     names_of,
 )
-from forall._core.reachable import list_inner_functions
+from forall._core.reachable import list_inner_callables
 from forall._jit.guards.attribute_names import NAMES_TORCH_CALLS, SKIPPED_OPS
 from forall._jit.guards.module_names import find_dotted_names
 
@@ -126,7 +126,8 @@ class LibraryWalk:
             elif isinstance(value, (dict, list)) and id(value) not in self.walk.held:
                 self.walk.held[id(value)] = value
                 self._watch_registry(value)
-        self.left += list_inner_functions(func)
+        for value in list_inner_callables(func):
+            (self.left if isinstance(value, FunctionType) else self.walk.left).append(value)
 
     def _watch_registry(self, value: Any) -> None:
         """Watch a library's registry: a dict or list that others may add entries to."""
