@@ -583,7 +583,7 @@ def a_default_dict():
 
 @case
 def the_factory_of_a_default_dict():
-    held = defaultdict(lambda: 1)
+    held: Any = defaultdict(lambda: 1)
 
     def f(x):
         return x * held.default_factory()
