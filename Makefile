@@ -8,7 +8,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 MACHINES ?= 0/1
 
 .PHONY: report whole replayed jitted looped leaks matrix device gpu demo test check static doctest limitations bench clients coverage fuzz
-.PHONY: format clean
+.PHONY: format clean docs tutorials
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -45,7 +45,7 @@ leaks: $(VENV)/.installed
 matrix:
 	$(PYTHON) tests/matrix/run.py $(MATRIX)
 
-check: static test doctest
+check: static test doctest docs
 
 static: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
@@ -56,11 +56,20 @@ static: $(VENV)/.installed
 doctest: $(VENV)/.installed
 	$(RUN) -m pytest -q --doctest-modules --doctest-glob='*.md' src/forall README.md docs
 
+# The site, in build/site. TUTORIALS=fast runs the tutorials with smaller numbers, in a minute or two.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 FORALL_TUTORIALS=$(TUTORIALS) $(RUN) -m mkdocs build
+	$(RUN) docs/_site/check_links.py
+
+# All tutorials with their full numbers, or those in NAMES.
+tutorials: $(VENV)/.installed
+	$(RUN) docs/_site/tutorials.py $(NAMES)
+
 # Counts of names, docstrings, imports and sizes. COUNTS=rings lists what is counted; see tests/counts.py.
 report: $(VENV)/.installed
 	$(RUN) tests/counts.py $(COUNTS)
 
-# The table of limitations in README.md, from running each of them under torch.func and under forall.
+# The table of docs/reference/limitations.md, from running each of them under torch.func and under forall.
 limitations: $(VENV)/.installed
 	$(RUN) tests/limits/limitations.py
 
@@ -79,14 +88,14 @@ device: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(RUN) tests/gpu/run.py $(GPU)
 
-# docs/clients.md, from running programs of released libraries with torch.func and with forall installed: ten minutes.
+# docs/reference/clients.md, from running programs of released libraries with torch.func and with forall installed: ten minutes.
 clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python tests/clients/run.py
 
 # Every operator in torch's own database, under every transform: long, so not part of `test`. It takes all cores,
 # and goes on where it was cut short; `make clean` makes it begin anew.
 coverage: $(VENV)/.installed
-	$(RUN) tests/sweep/run.py --shard $(MACHINES) --json sweep.jsonl --resume --out docs/coverage.md
+	$(RUN) tests/sweep/run.py --shard $(MACHINES) --json sweep.jsonl --resume --out docs/reference/coverage.md
 
 # Random programs, others at each run: about an hour on one core, and half an hour for those that are recorded.
 # PROGRAMS is for each transform, RECORDED for all calls of recorded programs.
@@ -110,7 +119,7 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[demo,bench,dev]'
+	$(PIP) -e '.[demo,bench,docs,dev]'
 	touch $@
 
 # The index has torchvision for CUDA builds of torch alone, which does not load beside another; libraries do without.

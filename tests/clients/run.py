@@ -1,4 +1,4 @@
-"""Runs every library's program, and writes docs/clients.md: `make clients`."""
+"""Runs every library's program, and writes docs/reference/clients.md: `make clients`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from compare import DISTRIBUTIONS, NAMES, Found, compare
 
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "clients.md"
 FAILED = "failed"
 # What cannot be installed beside this torch, and why.
 MISSING = {

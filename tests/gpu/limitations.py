@@ -1,4 +1,4 @@
-"""README's table of what torch.func cannot do: each row has to be as the loop."""
+"""The table of what torch.func cannot do: each row has to be as the loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checks(device: torch.device) -> list[Check]:
                 found = table.answer(row, table.OURS)
             if isinstance(found, Exception):
                 if is_an_error_in_readme(table, text):
-                    return "an error, as README says"
+                    return "an error, as the table says"
                 raise found
             way = ""
             if isinstance(found, table.Slow):
@@ -38,6 +38,6 @@ def checks(device: torch.device) -> list[Check]:
 
 def is_an_error_in_readme(table: ModuleType, text: str) -> bool:
     """Whether the last cell of this row quotes an error."""
-    rows = (line.split(" | ") for line in table.README.read_text().splitlines())
+    rows = (line.split(" | ") for line in table.PAGE.read_text().splitlines())
     cells = next((r for r in rows if r[0].removeprefix("| ") == text), [""])
     return cells[-1].startswith("`")

@@ -40,7 +40,7 @@ sys.path[:] = [str(TESTS), *(p for p in sys.path if p not in (str(TESTS), str(HE
 SECTIONS = {  # in the order in which they begin, and what each is about
     "threads": "derivatives taken by the engine's threads: hooks, custom Functions, checkpoints",
     "nesting": "every pair of transforms, and triples",
-    "limitations": "README's table of what torch.func cannot do",
+    "limitations": "the table of what torch.func cannot do",
     "parting": "if, while, .item(), masks: examples that part",
     "control": "cond, switch, while_loop, fori_loop, scan, map, associative_scan",
     "draws": "random numbers, generators, keys",

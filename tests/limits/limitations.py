@@ -1,6 +1,6 @@
-"""The README's table of limitations, from running each row in torch.func, forall and the loop.
+"""The table of torch.func's limitations, from running each row in torch.func, forall and the loop.
 
-As a script it writes the table into README.md: `make limitations`.
+As a script it writes the table into docs/reference/limitations.md: `make limitations`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forall import random
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest has it
 from oracle import difference, loop
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "limitations.md"
 MARKS = ("<!-- limitations: begin -->", "<!-- limitations: end -->")
 WIDTH = 110
 
@@ -534,4 +534,4 @@ def placed(page: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(placed(README.read_text()))
+    PAGE.write_text(placed(PAGE.read_text()))

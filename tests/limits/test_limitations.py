@@ -1,10 +1,10 @@
-"""The README's table of limitations says what is so."""
+"""The page on the limits of torch.func says what is so."""
 
 from limits import limitations
 
 
 def test_the_readme_has_the_table_that_running_both_gives():
-    page = limitations.README.read_text()
+    page = limitations.PAGE.read_text()
     assert limitations.placed(page) == page, "run `make limitations`"
 
 
