@@ -813,6 +813,38 @@ def test_a_call_that_diverges_first_leaves_what_one_that_is_converted_leaves(nam
     assert torch.equal(run(), run())
 
 
+def test_of_a_large_program_the_nearest_code_is_looked_at():
+    """The walk before each call must not take longer the more code a program has."""
+    names: dict[str, Any] = {"SEEN": [0]}
+    lines = [
+        f"def f{n}(x):\n    return f{n + 1}(x) if x is None else x * SEEN[0]" for n in range(999)
+    ]
+    exec("\n".join(lines), names)  # noqa: S102
+    snapshot = PythonSnapshot(names["f0"], ())
+    assert 10 < len(snapshot.functions) < 999
+    names["SEEN"].append(1)
+    assert snapshot.differs_from_now()
+    snapshot.restore()
+    assert names["SEEN"] == [0]
+
+
+def test_installed_packages_are_looked_at_less_than_the_users_own_code():
+    own, installed = [], []
+
+    def f(x):
+        own.append(1)
+        return x
+
+    snapshot = PythonSnapshot(f, ([Plain(n=installed)], pytest.raises))
+    classes = {kind.__module__.partition(".")[0] for kind, _ in snapshot.classes}
+    assert not classes & {"pytest", "_pytest"}
+    own.append(1)
+    installed.append(2)
+    snapshot.restore()
+    assert not own
+    assert not installed
+
+
 class Result(Slots):
     """A result whose tensor is in a slot of a base, or in one with a private name."""
 
