@@ -6,6 +6,8 @@ from forall._compat.versions import rearrange
 from forall._compat.versions import warn_if_untested as _warn_if_untested
 from forall._core.import_time import pause_gc as _without_collector
 
+__version__ = "0.1.0"
+
 _warn_if_untested()
 with _without_collector():
     from forall import random as random

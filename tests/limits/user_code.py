@@ -1,0 +1,36 @@
+"""A user's module: what type checkers make of forall in it. Checked by test_types, never run."""
+# pyright: reportArgumentType=true, reportUnnecessaryTypeIgnoreComment=true
+
+import torch
+from torch import Tensor, nn
+
+import forall
+from forall import functional_call, grad, grad_and_value, hessian, jacrev, jit, jvp, vjp, vmap
+
+Params = dict[str, Tensor]
+net = nn.Linear(3, 1)
+params: Params = dict(net.named_parameters())
+
+
+def loss(p: Params, x: Tensor, y: Tensor) -> Tensor:
+    out: Tensor = functional_call(net, p, (x,))
+    return (out - y).square().sum()
+
+
+def one(x: Tensor) -> Tensor:
+    return x.sin().sum() if x.sum() > 0 else x.sum()
+
+
+xs, ys = torch.ones(5, 3), torch.zeros(5, 1)
+slopes: Params = vmap(grad(loss), in_dims=(None, 0, 0))(params, xs, ys)
+gradient, value = grad_and_value(one)(xs[0])
+curvature: Tensor = vmap(hessian(one))(xs)
+rows: Tensor = jit(vmap(jacrev(one)))(xs)
+out, tangent = jvp(one, (xs[0],), (xs[1],))
+result, pull = vjp(one, xs[0])
+back: tuple[Tensor, ...] = pull(result)
+parts = torch.stack([gradient, *back]).sum() + value + tangent + out + curvature.sum()
+report: str = str(forall.explain(vmap(one))(xs))
+
+vmap(one)("text")  # type: ignore[arg-type]
+wrong: str = vmap(one)(xs)  # type: ignore[assignment]
