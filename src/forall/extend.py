@@ -1,4 +1,7 @@
-"""Batching rules under `vmap` for libraries with their own operators. See docs/guides/add_a_rule.md."""
+"""Batching rules under `vmap` for libraries with their own operators.
+
+See docs/guides/add_a_rule.md.
+"""
 
 from forall._vmap.custom_rules import (
     batching_rule,

@@ -1,4 +1,5 @@
-"""Run the sweep: ``python tests/sweep/run.py --json sweep.jsonl --resume --out docs/reference/coverage.md``.
+"""Run the sweep, which writes docs/reference/coverage.md:
+``python tests/sweep/run.py --json sweep.jsonl --resume --out docs/reference/coverage.md``.
 
 Every verdict is written as it is reached, so a run that was cut short goes on with ``--resume``,
 and machines that each take a ``--shard`` may put their files together.
