@@ -1,4 +1,4 @@
-"""Names that every doctest may use, in `src/forall` and in README.md."""
+"""Names that every doctest may use, in `src/forall`, README.md and docs."""
 
 from typing import Any
 

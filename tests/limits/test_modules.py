@@ -391,6 +391,10 @@ def test_a_full_backward_hook_that_changes_the_gradient():
         (nn.InstanceNorm1d(3), (4, 3)),
         (nn.LSTM(3, 3), (4, 3)),
         (nn.Conv2d(3, 3, 1), (4, 3, 8)),
+        (nn.GroupNorm(2, 4), (3, 4)),
+        (nn.GroupNorm(2, 4), (3, 4, 6, 6)),
+        (nn.Upsample(scale_factor=2), (3, 4, 4)),
+        (nn.UpsamplingBilinear2d(scale_factor=2), (3, 4, 4, 4)),
     ],
 )
 def test_the_error_names_the_missing_axis(layer, shape):

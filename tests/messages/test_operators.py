@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 
-from forall import jvp, vmap
+from forall import hessian, jacfwd, jvp, vmap
 from forall._core.errors import DataDependentError
 from golden import refused
 
@@ -179,6 +179,31 @@ def test_a_random_draw_that_nobody_allowed(f, name):
         """,
     ):
         vmap(f)(X)
+
+
+def test_a_random_draw_in_a_column():
+    def f(x):
+        return (x * torch.rand(2)).sum()
+
+    with refused(
+        RuntimeError,
+        """
+        jacfwd: rand draws random numbers, and each column could see others.
+            randomness='same'          one draw serves all columns
+            forall.random.scope(key)   a block around the call: the draws are those of the key
+        Say which, or draw outside the function.
+        """,
+    ):
+        jacfwd(f)(X[0])
+    with refused(
+        RuntimeError,
+        """
+        hessian: rand draws random numbers, and each column could see others.
+            forall.random.scope(key)   a block around the call: the draws are those of the key
+        Say which, or draw outside the function.
+        """,
+    ):
+        vmap(hessian(f), randomness="same")(X)
 
 
 def test_a_tangent_written_into_a_tensor_from_outside():

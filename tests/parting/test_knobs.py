@@ -207,13 +207,15 @@ def test_max_steps_is_a_number():
 
 
 @pytest.mark.counted  # it says whether calls are replayed
-def test_what_the_readme_says_of_its_example(monkeypatch, capsys):
+def test_what_the_guide_says_of_its_example(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["roots.py"])
     runpy.run_path("examples/roots.py", run_name="__main__")
     text = capsys.readouterr().out.strip()
-    page = (ROOT / "README.md").read_text()
-    assert f"```text\n{text}\n```" in page, "put into README.md what examples/roots.py prints"
+    page = (ROOT / "docs/getting_started.md").read_text()
+    assert f"```text\n{text}\n```" in page, (
+        "put into docs/getting_started.md what examples/roots.py prints"
+    )
 
 
 @pytest.mark.counted

@@ -198,7 +198,7 @@ def compute_by_columns(
         level: Any = top()
         if chunk is not None:
             first.begin(level)
-        level.state.count_as_one_call(first=chunk is not None or not specs)
+        level.state.count_as_one_call(call.verb, first=chunk is not None or not specs)
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         value, tangent, *aux = push_forward(
             call,

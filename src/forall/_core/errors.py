@@ -181,12 +181,16 @@ def collective_error(transform: str, func: object) -> RuntimeError:
     )
 
 
-_WANTS_RANK = re.compile(r"(?i)(expect|should be).*\b[1-5]-?D\b")
+_WANTS_BATCH = re.compile(
+    r"(?i)(expect|should be|has to be|needs|only).*\b[1-5]-?D\b"
+    r"|expected at least 2 dimensions"  # GroupNorm, which takes the first dim for the batch
+    r"|expected weight to be a vector of size equal to the number of channels"
+)
 
 
 def note_missing_axis(error: BaseException) -> None:
     """Add a note to the error of a layer that expects a batch axis and was given one example."""
-    if _WANTS_RANK.search(str(error)) and not hasattr(error, "__notes__"):
+    if _WANTS_BATCH.search(str(error)) and not hasattr(error, "__notes__"):
         error.add_note(
             "vmap: the function sees one example, without the axis that in_dims names.\n"
             "A layer that wants a batch takes a batch of one: layer(x.unsqueeze(0)).squeeze(0)."

@@ -35,6 +35,7 @@ class VmapState:
     """The state of one call under a vmap level, which a sub-level shares with its root."""
 
     calls: int | None = None  # calls of the function, where these are not the examples
+    columns_of: str | None = None  # the transform, where the examples are its directions
     logs_writes = False  # True while reads and writes of older memory are logged
     applies_updates = True  # True if the end of the call applies the log's pending updates
     # The groups of examples that have diverged, and the user's line at which they did.
@@ -47,9 +48,9 @@ class VmapState:
         # The running scope of random numbers; vmap gives each of its examples one of its own.
         self.scope = key_scope.scopes.running
 
-    def count_as_one_call(self, first: bool) -> None:
+    def count_as_one_call(self, verb: str, first: bool) -> None:
         """Count the examples as directions of one call, whose writes the ``first`` chunk does."""
-        self.calls, self.logs_writes = int(first), False
+        self.columns_of, self.calls, self.logs_writes = verb, int(first), False
 
 
 _DEFAULTS = VmapConfig()

@@ -38,8 +38,10 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def make_randomness_error(func: Any) -> RuntimeError:
-    name = func.overloadpacket.__name__
+def make_randomness_error(level: Any, func: Any) -> RuntimeError:
+    name, verb = func.overloadpacket.__name__, level.state.columns_of
+    if verb is not None:  # the user has called no vmap, or has told that one already
+        return _make_columns_error(verb, name)
     return RuntimeError(
         f"vmap: {name} draws random numbers, and randomness='error' forbids that.\n"
         + format_columns(
@@ -53,12 +55,25 @@ def make_randomness_error(func: Any) -> RuntimeError:
     )
 
 
+def _make_columns_error(verb: str, name: str) -> RuntimeError:
+    cures = [
+        ("forall.random.scope(key)", "a block around the call: the draws are those of the key")
+    ]
+    if verb == "jacfwd":
+        cures.insert(0, ("randomness='same'", "one draw serves all columns"))
+    return RuntimeError(
+        f"{verb}: {name} draws random numbers, and each column could see others.\n"
+        + format_columns(cures)
+        + "\nSay which, or draw outside the function."
+    )
+
+
 def make_seeded_handler(rule: Callable) -> Callable:
     """Return a handler that refuses with randomness='error' and runs ``rule`` otherwise."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if level.config.randomness == "error":
-            raise make_randomness_error(func)
+            raise make_randomness_error(level, func)
         return rule(level, func, args, kwargs)
 
     return handler
@@ -141,7 +156,7 @@ def _draw_like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Draw like x, whose shape, dtype and device alone are used."""
     x, *rest = args
     if any(is_mapped(a, level) for a in rest):  # randint_like(x, high) with a batched high
-        raise make_randomness_error(func) from None
+        raise make_randomness_error(level, func) from None
     value = expand_to_stack(x, level)
     if level.config.randomness == "same":
         one = value.new_empty(value.shape[1:])
@@ -257,7 +272,7 @@ def _dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         with reenter_level(level):
             return aten.clone.default(x), aten.ones_like.default(x, dtype=torch.bool)
     if level.config.randomness == "error":
-        raise make_randomness_error(func)
+        raise make_randomness_error(level, func)
     if level.config.randomness == "same":
         value = expand_to_stack(x, level)
         mask = value.new_empty(value.shape[1:], dtype=torch.bool).bernoulli_(1 - p)
@@ -278,7 +293,7 @@ def _rrelu(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             out = aten.leaky_relu.default(x, slope)
         else:
             if level.config.randomness == "error":
-                raise make_randomness_error(func)
+                raise make_randomness_error(level, func)
             drawn = aten.uniform_.default(aten.empty_like.default(noise), lower_, upper, **given)
             slopes = torch.where(x <= 0, drawn, 1.0)
             aten.copy_.default(noise, slopes)
@@ -356,7 +371,7 @@ def make_dropout_handler(handler: Callable) -> Callable:
         ours = any(is_mapped(a, level) for a in (*args, *kwargs.values()))
         if torch_ops.probability(func, args, kwargs):
             if level.config.randomness == "error":
-                raise make_randomness_error(func)
+                raise make_randomness_error(level, func)
             if level.config.randomness == "same" and ours:
                 return _draw_per_example(level, func, args, kwargs)
             if level.config.randomness == "different" and not ours:
