@@ -41,8 +41,8 @@ def objective(w, theta, x, y):
 # %% [markdown]
 # ## The solver
 #
-# Newton's method, for one setting and one data set. A step that is too long is halved. It stops when
-# the gradient is zero.
+# Newton's method, for one setting and one data set. A step that is too long is halved. It stops
+# when the gradient is zero.
 
 
 # %%
@@ -96,9 +96,9 @@ def optimum(theta, x, y):
 # %% [markdown]
 # ## The outer problem
 #
-# Suppose a small study, with 100 of the patients. Five-fold cross validation cuts them in five parts.
-# Each part judges what the other four have taught. We want the gradient of that judgement with
-# respect to $\theta$.
+# Suppose a small study, with 100 of the patients. Five-fold cross validation cuts them in five
+# parts. Each part judges what the other four have taught. We want the gradient of that judgement
+# with respect to $\theta$.
 
 # %%
 FOLDS = 5

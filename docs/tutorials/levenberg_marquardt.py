@@ -43,8 +43,8 @@ curves = vmap(peak)(truth) + 0.1 * torch.randn(COUNT, len(xs), generator=generat
 #
 # With the residuals $r(p)$ and their Jacobian $J$, a step solves $(J^T J + \mu D)\,s = -J^T r$,
 # where $D$ is the diagonal of $J^T J$. A small damping $\mu$ gives the step of Gauss and Newton. A
-# large one gives a short step downhill. A step that makes the fit better is taken, and $\mu$
-# falls. A step that makes it worse is dropped, and $\mu$ grows.
+# large one gives a short step downhill. A step that makes the fit better is taken, and $\mu$ falls.
+# A step that makes it worse is dropped, and $\mu$ grows.
 
 
 # %%
@@ -101,8 +101,8 @@ report = explain(vmap(fit))(curves[:40])
 print("\n\n".join(part for part in str(report).split("\n\n") if "examples parted" in part))
 
 # %% [markdown]
-# Rejected steps are made by the curves that rejected them. A curve that has converged costs
-# nothing more.
+# Rejected steps are made by the curves that rejected them. A curve that has converged costs nothing
+# more.
 #
 # ## Is it right?
 #
@@ -156,8 +156,8 @@ plt.show()
 
 # %% [markdown]
 # What this costs: the batch takes as many steps as its slowest curve, and the last steps are made
-# for few curves. If a hopeless curve might keep the batch busy, end the loop after a number of steps,
-# or call `vmap(fit, max_steps=200)`, which raises an error that names the curve.
+# for few curves. If a hopeless curve might keep the batch busy, end the loop after a number of
+# steps, or call `vmap(fit, max_steps=200)`, which raises an error that names the curve.
 
 # %%
 slopes = vmap(lambda p, c: jacfwd(peak)(p).T @ (peak(p) - c))(parameters, curves)

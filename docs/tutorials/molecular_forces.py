@@ -19,8 +19,8 @@ generator = torch.Generator().manual_seed(0)
 # ## One energy
 #
 # Lennard and Jones's potential is a model of atoms of a noble gas. Each pair at distance $r$ has
-# the energy $4 (r^{-12} - r^{-6})$, in units of the depth and the size of one bond. The argument
-# is one cluster: a tensor of shape `(7, 3)`.
+# the energy $4 (r^{-12} - r^{-6})$, in units of the depth and the size of one bond. The argument is
+# one cluster: a tensor of shape `(7, 3)`.
 
 # %%
 ATOMS = 7

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # An adaptive ODE solver for many orbits
 #
-# A solver that chooses its own step size, written for one initial value with a `while` loop.
-# `vmap` maps it over many initial values, and each one takes as many steps as it needs.
+# A solver that chooses its own step size, written for one initial value with a `while` loop. `vmap`
+# maps it over many initial values, and each one takes as many steps as it needs.
 #
 # An adaptive solver compares two results of different order in each step. Where they differ by more
 # than a tolerance, it repeats the step with a smaller one. So the number of steps depends on the
@@ -137,8 +137,8 @@ print([tuple(path.shape) for path in paths])
 #
 # How does the height $y$ after the time $2\pi$ depend on the initial state? That is a gradient
 # through the whole loop. The exact answer is known here as well. A small change of the state
-# changes the period $T$, so that after $2\pi$ the planet has not quite returned. With $v$ the
-# speed at the start, the gradient is $e_y - v \nabla T$, and Kepler's third law gives $T$.
+# changes the period $T$, so that after $2\pi$ the planet has not quite returned. With $v$ the speed
+# at the start, the gradient is $e_y - v \nabla T$, and Kepler's third law gives $T$.
 
 
 # %%

@@ -137,9 +137,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# What this costs: each step of the loop is some dozens of operators, however many examples are left.
-# The last examples take many steps for few samples. Where that matters, choose a better proposal:
-# the mean number of tries grows with $\sqrt\kappa$ here.
+# What this costs: each step of the loop is some dozens of operators, however many examples are
+# left. The last examples take many steps for few samples. Where that matters, choose a better
+# proposal: the mean number of tries grows with $\sqrt\kappa$ here.
 #
 # Derivatives: `grad` of an accepted angle with respect to $\kappa$ is zero, as in the loop. The
 # angle itself does not depend on $\kappa$, only the choice does, and a choice has no derivative.

@@ -29,7 +29,7 @@ images, digits = load_digits(return_X_y=True)
 points = torch.tensor(PCA(3, random_state=0).fit_transform(images), dtype=torch.float64)
 digits = torch.tensor(digits)
 order = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))
-stored, queries = order[: -QUERIES], order[-QUERIES:]
+stored, queries = order[:-QUERIES], order[-QUERIES:]
 
 # %% [markdown]
 # ## The tree
@@ -156,14 +156,16 @@ left.set(xlabel="leaves that a query visits", ylabel="queries", title="three coo
 first, second = grid.reshape(SIDE, SIDE, 2).unbind(2)
 picture = right.pcolormesh(first.numpy(), second.numpy(), counts.numpy(), cmap="viridis")
 right.scatter(*plane[stored].T, s=1, color="white")
-right.set(xlabel="first coordinate", ylabel="second coordinate", title="leaves visited from a place")
+right.set(
+    xlabel="first coordinate", ylabel="second coordinate", title="leaves visited from a place"
+)
 figure.colorbar(picture, ax=right)
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# In the middle of a cell of the tree one leaf is enough. Near a border, and outside of the data, the
-# search has to look at several.
+# In the middle of a cell of the tree one leaf is enough. Near a border, and outside of the data,
+# the search has to look at several.
 #
 # What this costs: each node that any query visits runs a few small operators, and parting costs
 # time too. For so small a set of points, the full table of distances below is faster: one large
