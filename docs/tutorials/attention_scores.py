@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import forall
 from forall import explain, functional_call, grad, hessian, jacrev, jit, vmap
 
+plt.rcParams["figure.dpi"] = 144
 torch.manual_seed(0)
 
 # %% [markdown]
@@ -180,7 +181,7 @@ print(f"largest difference of the parameters: {difference:.1e}")
 # ## The result
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.6))
 left.semilogy(milliseconds_off, ".", markersize=3, color="gray", label="replay off")
 left.semilogy(milliseconds[: STEPS // 4], ".", markersize=3, label="replay on")
 left.set(xlabel="call", ylabel="time of the call, ms", title="one gradient of 64 images")

@@ -14,6 +14,7 @@ from sklearn.datasets import load_breast_cancer
 
 from forall import grad, hessian, vjp, vmap
 
+plt.rcParams["figure.dpi"] = 144
 torch.set_default_dtype(torch.float64)
 
 # %% [markdown]

@@ -12,6 +12,7 @@ import torch
 
 from forall import grad, hessian, vmap
 
+plt.rcParams["figure.dpi"] = 144
 torch.set_default_dtype(torch.float64)
 generator = torch.Generator().manual_seed(0)
 
@@ -105,7 +106,8 @@ print(energies.mul(1e6).round().div(1e6).unique(return_counts=True))
 #
 # At a minimum the eigenvalues of the Hessian are the squares of the frequencies. Six of them are
 # zero: three directions in which the cluster moves as a whole, and three in which it turns. All
-# others are positive, or it would not be a minimum. Here they are, for all clusters at once:
+# others are positive, or it would not be a minimum. We take them for all clusters at once, and
+# print those of the first:
 
 # %%
 hessians = vmap(hessian(energy))(clusters).reshape(COUNT, 3 * ATOMS, 3 * ATOMS)
@@ -154,7 +156,7 @@ print(hot.shape)
 # ## The result
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.6))
 for dt, drift in zip(time_steps, drifts, strict=True):
     left.plot(dt * torch.arange(1, len(drift) + 1), drift, label=f"time step {dt}")
 left.set(xlabel="time", ylabel="change of the total energy", title="energy is nearly conserved")
@@ -163,7 +165,7 @@ order = energies.argsort()
 for i in (order[0], order[-1]):
     frequencies = eigenvalues[i].clamp(min=0).sqrt() / (2 * math.pi)
     right.plot(frequencies, "o-", markersize=3, label=f"energy {energies[i]:.3f}")
-right.set(xlabel="mode", ylabel="frequency", title="six modes cost nothing")
+right.set(xlabel="mode", ylabel="frequency", title="six modes have frequency 0")
 right.legend(fontsize=8)
 figure.tight_layout()
 plt.show()

@@ -16,6 +16,7 @@ import torch
 
 from forall import grad, vmap
 
+plt.rcParams["figure.dpi"] = 144
 torch.set_default_dtype(torch.float64)
 
 # %% [markdown]
@@ -167,7 +168,7 @@ print(gradients[:, 3], exact[:, 3], sep="\n")
 # %%
 errors = (ends - vmap(start)(eccentricities)).norm(dim=1)
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
+figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 4))
 for e, path in zip(drawn.tolist(), paths, strict=True):
     left.plot(*path.T, ".-", markersize=4, linewidth=0.8, label=f"eccentricity {e:.1f}")
 left.plot(0, 0, "*", color="orange", markersize=12)

@@ -15,6 +15,8 @@ import torch
 
 from forall import random, vmap
 
+plt.rcParams["figure.dpi"] = 144
+
 # %% [markdown]
 # ## A density on the circle
 #
@@ -119,7 +121,7 @@ print(torch.stack([grid_tries.double().mean(1), 1 / accept]))
 # ## The result
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.6))
 theta = torch.linspace(-math.pi, math.pi, 200)
 for i, color in zip([0, 3, 5], ["C0", "C1", "C2"], strict=True):
     kappa = grid[i]

@@ -17,6 +17,8 @@ from sklearn.decomposition import PCA
 
 from forall import explain, grad, vmap
 
+plt.rcParams["figure.dpi"] = 144
+
 # %% [markdown]
 # ## The data
 #
@@ -112,11 +114,12 @@ print(f"leaves visited: {visits.min()} to {visits.max()}, mean {visits.double().
 # %% [markdown]
 # The recursion runs once, for all queries. At each node the queries that want to go below part from
 # those that want to go above, and meet again afterwards. A leaf is compared with the queries that
-# visit it, and no others. `explain` shows how many took each line:
+# visit it, and no others. `explain` shows where queries parted, and into how many on each side:
 
 # %%
 report = explain(vmap(find))(points[queries[:40]])
-print("\n\n".join(part for part in str(report).split("\n\n") if part.startswith("where")))
+for parting in report.partings[:12]:
+    print(f"{parting.place.text():20}", parting.sizes)
 
 # %% [markdown]
 # ## Derivatives
@@ -150,7 +153,7 @@ grid = torch.cartesian_prod(
 )
 counts = vmap(count_leaves)(grid).reshape(SIDE, SIDE)
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8))
+figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.8))
 left.hist(visits.numpy(), bins=range(1, int(visits.max()) + 2), align="left")
 left.set(xlabel="leaves that a query visits", ylabel="queries", title="three coordinates")
 first, second = grid.reshape(SIDE, SIDE, 2).unbind(2)
