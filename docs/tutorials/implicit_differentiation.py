@@ -144,7 +144,11 @@ def judge_all(theta):
 
 
 difference = (judge_all(theta + 1e-4) - judge_all(theta - 1e-4)) / 2e-4
-for name, values in [("rule", by_fold), ("unrolled", unrolled), ("difference", difference)]:
+for name, values in [
+    ("rule", by_fold),
+    ("unrolled", unrolled),
+    ("difference", difference),
+]:
     print(f"{name:11}", values)
 
 # %% [markdown]
@@ -180,7 +184,11 @@ print(path[-1], mean_slope(path[-1]))
 def judge_each(thetas):
     """The mean loss for each of several settings: all pairs of setting and fold in one map."""
     times = len(thetas)
-    pairs = thetas.repeat_interleave(FOLDS), train.repeat(times, 1), order.repeat(times, 1)
+    pairs = (
+        thetas.repeat_interleave(FOLDS),
+        train.repeat(times, 1),
+        order.repeat(times, 1),
+    )
     return vmap(judge)(*pairs).reshape(times, FOLDS).mean(1)
 
 

@@ -65,7 +65,8 @@ def fit(curve):
     while step.abs().max() > 1e-7:
         jacobian = jacfwd(residuals)(p)
         slope, normal = jacobian.T @ r, jacobian.T @ jacobian
-        step = torch.linalg.solve(normal + damping * torch.diag(normal.diagonal()), -slope)
+        damped = normal + damping * torch.diag(normal.diagonal())
+        step = torch.linalg.solve(damped, -slope)
         r_new = residuals(p + step)
         if r_new @ r_new <= r @ r:
             p, r, damping = p + step, r_new, damping / 10
@@ -138,7 +139,8 @@ def fit_by_scipy(curve):
 
 compared = curves[:40]
 ours = vmap(sum_of_squares)(parameters[:40], compared)
-theirs = vmap(sum_of_squares)(torch.stack([fit_by_scipy(c) for c in compared]), compared)
+by_scipy = torch.stack([fit_by_scipy(c) for c in compared])
+theirs = vmap(sum_of_squares)(by_scipy, compared)
 print(f"largest difference of the sums of squares: {(ours - theirs).max():.1e}")
 
 # %% [markdown]

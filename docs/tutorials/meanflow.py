@@ -10,12 +10,12 @@
 # %%
 import matplotlib.pyplot as plt
 import torch
-from sklearn.datasets import make_moons
+from sklearn.datasets import make_circles
 
 from forall import functional_call, grad, jit, jvp, vmap
 
-plt.rcParams["figure.dpi"] = 144
 torch.manual_seed(0)
+plt.rcParams["figure.dpi"] = 144
 
 # %% [markdown]
 # ## The idea
@@ -35,10 +35,11 @@ torch.manual_seed(0)
 #
 # ## The loss of one example
 #
-# The data are two half moons that scikit-learn draws.
+# The data are points near a circle, which scikit-learn draws.
 
 # %%
-data = torch.tensor(make_moons(4000, noise=0.05, random_state=0)[0], dtype=torch.float32)
+points, inner = make_circles(8000, noise=0.04, random_state=0)
+data = torch.tensor(points[inner == 0], dtype=torch.float32)
 data = (data - data.mean(0)) / data.std(0)
 
 
@@ -101,7 +102,8 @@ def train_step(parameters, first, second, rate, *batch):
     for name, g in slopes.items():
         first_new[name] = 0.9 * first[name] + 0.1 * g
         second_new[name] = 0.99 * second[name] + 0.01 * g * g
-        new[name] = parameters[name] - rate * first_new[name] / (second_new[name].sqrt() + 1e-8)
+        update = first_new[name] / (second_new[name].sqrt() + 1e-8)
+        new[name] = parameters[name] - rate * update
     return new, first_new, second_new
 
 
@@ -109,12 +111,13 @@ def draw_batch(size=256):
     x = data[torch.randint(len(data), (size,))]
     times = torch.rand(2, size)
     t = times.max(0).values
-    r = torch.where(torch.rand(size) < 0.25, t, times.min(0).values)  # a quarter: flow matching
+    same = torch.rand(size) < 0.25  # a quarter of the batch: flow matching
+    r = torch.where(same, t, times.min(0).values)
     return x, torch.randn(size, 2), r, t
 
 
 # %%
-STEPS = 6000  # fast: 1000
+STEPS = 5000  # fast: 1000
 first = {name: torch.zeros_like(p) for name, p in parameters.items()}
 second = {name: torch.zeros_like(p) for name, p in parameters.items()}
 for step in range(STEPS):
@@ -188,6 +191,15 @@ axes[0].set_ylabel("second coordinate")
 figure.tight_layout()
 plt.show()
 
+# %% [markdown]
+# The color of a sample is that of the noise which it came from: noise moves outwards or inwards to
+# the circle. Some samples are left inside. The network is smooth, and so it cannot quite tear apart
+# what was close together in the middle.
+#
+# What this costs: in each step, `jvp` is about as much work as one more evaluation of the network.
+# Data of several parts, as the two half moons of scikit-learn, take a larger network and many more
+# steps than this page.
+
 # %%
 assert torch.allclose(change, difference, rtol=1e-5, atol=1e-6)
-assert distance < of_noise / 3
+assert distance < of_noise / 4

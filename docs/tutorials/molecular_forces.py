@@ -66,7 +66,8 @@ print(slope(some).sum(0))  # no force on the cluster as a whole
 def relax(positions):
     steps = 0
     while slope(positions).abs().max() > 1e-9:
-        curvature, modes = torch.linalg.eigh(hessian(energy)(positions).reshape(3 * ATOMS, -1))
+        matrix = hessian(energy)(positions).reshape(3 * ATOMS, 3 * ATOMS)
+        curvature, modes = torch.linalg.eigh(matrix)
         along = modes.T @ slope(positions).flatten()
         step = -(modes @ (along / curvature.abs().clamp(min=1e-2))).reshape(ATOMS, 3)
         step = step * (0.3 / step.norm()).clamp(max=1.0)
@@ -159,7 +160,11 @@ print(hot.shape)
 figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.6))
 for dt, drift in zip(time_steps, drifts, strict=True):
     left.plot(dt * torch.arange(1, len(drift) + 1), drift, label=f"time step {dt}")
-left.set(xlabel="time", ylabel="change of the total energy", title="energy is nearly conserved")
+left.set(
+    xlabel="time",
+    ylabel="change of the total energy",
+    title="energy is nearly conserved",
+)
 left.legend(fontsize=8)
 order = energies.argsort()
 for i in (order[0], order[-1]):

@@ -25,7 +25,7 @@ torch.set_default_dtype(torch.float64)
 # The state of a planet is its place and its velocity in the plane: a tensor of shape `(4,)`. The
 # sun is at the origin, and the force falls with the square of the distance. With the right units,
 # an orbit whose longer radius is 1 takes the time $2\pi$, whatever its shape. So the exact solution
-# after $2\pi$ is the initial value. This is the error that we can measure.
+# after $2\pi$ is the initial value. So the error can be measured.
 
 
 # %%
@@ -35,7 +35,7 @@ def velocity_and_acceleration(state):
 
 
 def start(eccentricity):
-    """The state where the planet is nearest to the sun, for an orbit of longer radius 1."""
+    """The state nearest to the sun, for an orbit whose longer radius is 1."""
     speed = torch.sqrt((1 + eccentricity) / (1 - eccentricity))
     zero = torch.zeros_like(speed)
     return torch.stack([1 - eccentricity, zero, zero, speed])
@@ -91,12 +91,11 @@ print(state, steps)
 COUNT = 64  # fast: 12
 eccentricities = torch.linspace(0.0, 0.9, COUNT)
 ends, steps = vmap(lambda e: solve(start(e), 2 * math.pi))(eccentricities)
-print(ends.shape, steps[:: COUNT // 4])
+print(f"{steps[0]} steps for the circle, {steps[-1]} for the thinnest orbit")
 
 # %% [markdown]
-# The count comes back as a tensor with one number for each orbit. The circle takes few steps, and
-# the thinnest orbit takes several times as many. An orbit that is done leaves the loop: the steps
-# after that are made for the others alone.
+# The count comes back as a tensor with one number for each orbit. An orbit that is done leaves the
+# loop: the steps after that are made for the others alone.
 #
 # The loop over the examples is the specification of `vmap`. Here it is for some of them:
 
@@ -172,10 +171,16 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 4))
 for e, path in zip(drawn.tolist(), paths, strict=True):
     left.plot(*path.T, ".-", markersize=4, linewidth=0.8, label=f"eccentricity {e:.1f}")
 left.plot(0, 0, "*", color="orange", markersize=12)
-left.set(xlabel="x", ylabel="y", aspect="equal", title="where each solver stepped")
+left.set(xlabel="x", ylabel="y", aspect="equal", ylim=(-1.2, 2.4))
+left.set_title("where each solver stepped")
 left.legend(fontsize=8, loc="upper left")
 right.plot(eccentricities, steps, ".-")
-right.set(xlabel="eccentricity", ylabel="steps tried", ylim=(0, None), title="steps of each orbit")
+right.set(
+    xlabel="eccentricity",
+    ylabel="steps tried",
+    ylim=(0, None),
+    title="steps of each orbit",
+)
 figure.tight_layout()
 plt.show()
 

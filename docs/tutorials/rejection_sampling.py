@@ -133,7 +133,11 @@ left.legend()
 right.plot(grid, 1 / accept, label="exact")
 right.plot(grid, grid_tries.double().mean(1), "o", label="mean of the samples")
 right.plot(grid, grid_tries.max(1).values, "^", label="largest of the samples")
-right.set(xlabel="kappa", ylabel="tries for a sample", title="the loops end at different steps")
+right.set(
+    xlabel="kappa",
+    ylabel="tries for a sample",
+    title="the loops end at different steps",
+)
 right.legend()
 figure.tight_layout()
 plt.show()

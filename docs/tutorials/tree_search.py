@@ -28,7 +28,7 @@ plt.rcParams["figure.dpi"] = 144
 # %%
 QUERIES = 300  # fast: 60
 images, digits = load_digits(return_X_y=True)
-points = torch.tensor(PCA(3, random_state=0).fit_transform(images), dtype=torch.float64)
+points = torch.tensor(PCA(3, random_state=0).fit_transform(images))
 digits = torch.tensor(digits)
 order = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))
 stored, queries = order[:-QUERIES], order[-QUERIES:]
@@ -60,8 +60,13 @@ def build(points, labels, leaf_size=64):
     rank = points[:, dim].argsort()
     half = len(rank) // 2
     at = float(points[rank[half], dim])
-    parts = [build(points[r], labels[r], leaf_size) for r in (rank[:half], rank[half:])]
-    return Split(dim, at, *parts)
+    below, above = rank[:half], rank[half:]
+    return Split(
+        dim,
+        at,
+        build(points[below], labels[below], leaf_size),
+        build(points[above], labels[above], leaf_size),
+    )
 
 
 tree = build(points[stored], digits[stored])
@@ -160,7 +165,9 @@ first, second = grid.reshape(SIDE, SIDE, 2).unbind(2)
 picture = right.pcolormesh(first.numpy(), second.numpy(), counts.numpy(), cmap="viridis")
 right.scatter(*plane[stored].T, s=1, color="white")
 right.set(
-    xlabel="first coordinate", ylabel="second coordinate", title="leaves visited from a place"
+    xlabel="first coordinate",
+    ylabel="second coordinate",
+    title="leaves visited from a place",
 )
 figure.colorbar(picture, ax=right)
 figure.tight_layout()
