@@ -25,9 +25,9 @@ plt.rcParams["figure.dpi"] = 144
 # %% [markdown]
 # ## The model, for one image
 #
-# An image of 8 times 8 pixels is a sequence of 8 rows. One query, which is learned, attends to the
-# rows. The scores say how much each row counts. The forward pass returns the ten logits and these
-# scores.
+# An image of 8 times 8 pixels is a sequence of 8 rows. Four queries, which are learned, attend to
+# the rows. The scores say how much each row counts. The forward pass returns the ten logits and
+# these scores.
 
 # %%
 images, digits = load_digits(return_X_y=True)
@@ -46,7 +46,7 @@ class Reader(torch.nn.Module):
 
     def forward(self, image):
         rows = torch.tanh(self.embed(image) + self.place)
-        scores = torch.softmax(self.query @ rows.T, dim=-1)  # four heads, eight rows
+        scores = torch.softmax(self.query @ rows.T, dim=-1)  # (4, 8)
         mixed = scores @ self.value(rows)
         return self.out(mixed.flatten()), scores
 
@@ -90,8 +90,7 @@ def train(parameters, steps):
 
 STEPS = 2000  # fast: 300
 trained, milliseconds = train(parameters, STEPS)
-with torch.no_grad():
-    logits, scores = vmap(lambda image: functional_call(model, trained, (image,)))(images)
+logits, scores = vmap(lambda image: functional_call(model, trained, (image,)))(images)
 right = (logits.argmax(1) == digits)[1500:].float().mean()
 print(f"first call {milliseconds[0]:.1f} ms, longest {max(milliseconds):.1f} ms")
 print(f"median of the last hundred {sorted(milliseconds[-100:])[50]:.2f} ms")

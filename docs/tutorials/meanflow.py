@@ -41,6 +41,7 @@ plt.rcParams["figure.dpi"] = 144
 points, inner = make_circles(8000, noise=0.04, random_state=0)
 data = torch.tensor(points[inner == 0], dtype=torch.float32)
 data = (data - data.mean(0)) / data.std(0)
+held_out, data = data[:2000], data[2000:]
 
 
 class MeanVelocity(torch.nn.Module):
@@ -143,7 +144,8 @@ samples = vmap(generate)(noise)
 
 # %% [markdown]
 # How close are they to the data? The *energy distance* of two sets of points is zero only if they
-# have the same distribution. It needs nothing but mean distances.
+# have the same distribution. It needs nothing but mean distances. We compare with data that the
+# training has not seen.
 
 
 # %%
@@ -152,7 +154,6 @@ def energy_distance(a, b):
     return 2 * between - torch.cdist(a, a).mean() - torch.cdist(b, b).mean()
 
 
-held_out = data[:2000]
 distance = energy_distance(samples, held_out)
 of_noise = energy_distance(noise, held_out)
 print(f"samples: {distance:.4f}, noise: {of_noise:.4f}")
@@ -181,7 +182,7 @@ print(change, difference)
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(7.5, 3.2), sharex=True, sharey=True)
-angle = torch.atan2(noise[:, 1], noise[:, 0])  # the color: where a sample comes from
+angle = torch.atan2(noise[:, 1], noise[:, 0])  # the color
 axes[0].scatter(*noise.T, s=2, c=angle, cmap="twilight")
 axes[1].scatter(*samples.T, s=2, c=angle, cmap="twilight")
 axes[2].scatter(*held_out.T, s=2, c="gray")
@@ -196,9 +197,9 @@ plt.show()
 # the circle. Some samples are left inside. The network is smooth, and so it cannot quite tear apart
 # what was close together in the middle.
 #
-# What this costs: in each step, `jvp` is about as much work as one more evaluation of the network.
-# Data of several parts, as the two half moons of scikit-learn, take a larger network and many more
-# steps than this page.
+# What this costs: in each step, `jvp` is about as much work as one or two more evaluations of the
+# network. Data of several parts, as the two half moons of scikit-learn, take a larger network and
+# many more steps than this page.
 
 # %%
 assert torch.allclose(change, difference, rtol=1e-5, atol=1e-6)

@@ -4,8 +4,9 @@
 # A loop that draws until it accepts, written for one sample and mapped over many. Each sample draws
 # from a key of its own, so a sample can be made again alone.
 #
-# Rejection sampling needs another number of draws for each sample. `torch.func.vmap` refuses such a
-# loop. And where it draws random numbers for each example, they depend on the size of the batch.
+# Rejection sampling needs a different number of draws for each sample. `torch.func.vmap` refuses
+# such a loop. And where it draws random numbers for each example, they depend on the size of the
+# batch.
 
 # %%
 import math
