@@ -52,7 +52,7 @@ from forall._core.levels import (
     stack,
     top,
 )
-from forall._core.recompute import CreateForLevel, bind_original_context
+from forall._core.recompute import CreateForLevel, bind_original_context, set_entry_point
 from forall._random.key_scope import resume_draws
 from forall._vmap.active_set.merge import restrict_users_gradients
 from forall._vmap.active_set.restrict_args import restrict_args
@@ -192,6 +192,8 @@ def _enter_exited_level(gradients: Any) -> AbstractContextManager | None:
     if level is None or level.active:
         return None
     place = CreateForLevel(level)
+    # Transforms that the backward calls are inside of the level, whose values they are given.
+    place.enter_context(set_entry_point(level, None, recomputes=False))
     place.enter_context(_CaptureMode(level))
     return place
 

@@ -22,6 +22,7 @@ from forall._compat import (
     trace_modes,
 )
 from forall._compat.tensor_subclass import is_of_users_class
+from forall._compat.transform_call import call_transform
 from forall._core.call_site import find_users_instruction
 from forall._core.errors import CallOrigin, TransformCall
 from forall._vmap.randomness import CallRandomness
@@ -160,7 +161,8 @@ def run_and_report(
     spec = VmapSpec(func, *[options[name] for name in VmapSpec._fields[1:]])
     ways = {name: options[name] for name in ("divergence", "ragged", "max_steps")}
     how = VmapOptions(**ways, report=report)
-    return spec.run(how, args, kwargs)
+    # The outermost call: else one inside it would reset the state of those around when it ends.
+    return call_transform(spec.run, how, args, kwargs)
 
 
 class VmapSpec(NamedTuple):

@@ -38,7 +38,7 @@ def bind_original_context(function: Callable, *, recomputes: bool = True) -> Cal
             since = find_level_entered_since(level)
             if since is not None:
                 place.enter_context(run_outside(since))
-            place.enter_context(_set_entry_point(level, since, recomputes))
+            place.enter_context(set_entry_point(level, since, recomputes=recomputes))
             place.enter_context(CreateForLevel(level))
             place.enter_context(keep_lazy_zeros())  # in a pull-back of many at once they pass
             if parts:
@@ -49,7 +49,9 @@ def bind_original_context(function: Callable, *, recomputes: bool = True) -> Cal
 
 
 @contextmanager
-def _set_entry_point(place: Level | None, since: Level | None, recomputes: bool) -> Iterator[None]:
+def set_entry_point(
+    place: Level | None, since: Level | None, *, recomputes: bool
+) -> Iterator[None]:
     """Order levels that are entered here as if entered then: see NOTE [inside and outside]."""
     was = stack.place, stack.since, stack.recomputes
     stack.place, stack.since, stack.recomputes = place, since, recomputes and is_in_backward()

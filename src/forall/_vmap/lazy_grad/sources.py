@@ -128,8 +128,8 @@ def _lazy_matmul(level: VmapLevel, func: Any, args: tuple) -> BatchedTensor | No
 def _lazy_mul(level: VmapLevel, func: Any, args: tuple) -> BatchedTensor | None:
     """The product of two tensors, both broadcast: its sum over examples is an einsum."""
     left, right = args
-    if not isinstance(right, Tensor) or right.numel() <= 1:
-        return None
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or right.numel() <= 1:
+        return None  # formulas of forward mode also multiply a number by a tensor
     shape = broadcast_shapes(left.shape, right.shape)
 
     def dims(a: Tensor) -> list[int]:
