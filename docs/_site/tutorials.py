@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jupytext
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import MarkdownExporter
@@ -87,11 +88,12 @@ def _run(name: str, text: str) -> Tutorial:
     title, summary = _read_heading(notebook.cells[0].source)
     bare = jupytext.writes(notebook, fmt="ipynb")
     resources = {"metadata": {"path": str(SCRIPTS)}}
-    # One thread for each of two scripts that run side by side; the inline backend draws pictures.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    client = NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", resources=resources)
+    # One thread for each of two scripts that run side by side, on the source of this checkout.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT / "src")}
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
+    client = NotebookClient(notebook, km=kernel, timeout=SECONDS, resources=resources)
     try:
-        client.execute()
+        client.execute(env=environment)
     except CellExecutionError as error:
         raise RuntimeError(f"docs/tutorials/{name}.py failed:\n{error}") from None
     for cell in notebook.cells:
