@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jupytext
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import MarkdownExporter
@@ -90,8 +89,14 @@ def _run(name: str, text: str) -> Tutorial:
     resources = {"metadata": {"path": str(SCRIPTS)}}
     # One thread for each of two scripts that run side by side, on the source of this checkout.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT / "src")}
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
-    client = NotebookClient(notebook, km=kernel, timeout=SECONDS, resources=resources)
+    quiet = ["--IPKernelApp.log_level=40"]  # errors alone
+    client = NotebookClient(
+        notebook,
+        timeout=SECONDS,
+        kernel_name="python3",
+        resources=resources,
+        extra_arguments=quiet,
+    )
     try:
         client.execute(env=environment)
     except CellExecutionError as error:
