@@ -162,7 +162,8 @@ def truncated_normal(
     standard deviations; 37 in float64) give the nearer one.
 
     Args:
-        lower, upper: numbers, or tensors that broadcast to ``shape``.
+        lower: a number, or a tensor that broadcasts to ``shape``.
+        upper: likewise.
         shape: that of the bounds where it is None.
 
     Raises:

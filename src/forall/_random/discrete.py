@@ -76,7 +76,8 @@ def randint(
     Equally likely up to 2**-33 for ranges of at most 2**31, up to range / 2**63 for larger ones.
 
     Args:
-        minval, maxval: ints, or integer tensors that broadcast to ``shape``.
+        minval: an int, or an integer tensor that broadcasts to ``shape``.
+        maxval: likewise; itself it is not drawn.
 
     Raises:
         TypeError, ValueError: for a key that is none, for bounds that do not fit the shape, for

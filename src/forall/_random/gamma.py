@@ -93,7 +93,8 @@ def beta(
     """Numbers of the beta distribution, once differentiable in ``a`` and ``b``: (2,) -> shape.
 
     Args:
-        a, b: above 0; numbers, or tensors that broadcast to ``shape``.
+        a: above 0; a number, or a tensor that broadcasts to ``shape``.
+        b: likewise.
         shape: that of ``a`` and ``b`` together where it is None.
 
     Raises:
