@@ -54,7 +54,7 @@ static: $(VENV)/.installed
 
 # README.md and the pages of docs are doctests too, so that what they show stays true.
 doctest: $(VENV)/.installed
-	$(RUN) -m pytest -q --doctest-modules --doctest-glob='*.md' src/forall README.md docs
+	$(RUN) -m pytest -q --doctest-modules --doctest-glob='*.md' --ignore=docs/_site --ignore=docs/tutorials src/forall README.md docs
 
 # The site, in build/site. TUTORIALS=fast runs the tutorials with smaller numbers, in a minute or two.
 docs: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Lets the reference show the example of a docstring as code, as its section "Example:" is meant."""
+"""Lets the reference show the section "Example:" of a docstring as code, as it is meant."""
 
 from __future__ import annotations
 
