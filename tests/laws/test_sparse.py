@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -89,6 +91,36 @@ def test_a_sparse_stack_is_mapped(layout):
         out = forall.vmap(lambda s: torch.sparse.mm(s, x[:, None]))(stack)
     assert difference(out, dense @ x[:, None]) is None
     assert torch.equal(forall.vmap(lambda s: s * 2)(stack).to_dense(), 2 * dense)
+
+
+def test_examples_part_with_sparse_values_and_meet_again():
+    s = matrix("coo")
+
+    def f(x):
+        if x[0] > 0:
+            m = s
+        elif x[1] > 0:
+            m = torch.outer(x[:4], x).to_sparse()
+        else:
+            m = s * 2
+        return m
+
+    def two(x):
+        m = torch.outer(x[:4], x).to_sparse()
+        if x[0] > 0:
+            m = m * 2
+        return m
+
+    xs = examples()
+    xs[:, :2] = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerformanceWarning)  # all in one run
+        for g in (f, two):
+            truth = torch.stack([g(x).to_dense() for x in xs])
+            assert torch.equal(forall.vmap(g)(xs).to_dense(), truth)
+            assert torch.equal(forall.vmap(lambda x, g=g: g(x).to_dense())(xs), truth)
+            twice = forall.vmap(forall.vmap(lambda x, g=g: g(x).to_dense()))(xs[None])
+            assert torch.equal(twice, truth[None])
 
 
 SUMS = {

@@ -29,6 +29,13 @@ def is_sparse(a: Any) -> bool:
     return isinstance(a, torch.Tensor) and a.layout in _LAYOUTS
 
 
+def expand_examples(t: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, *S), of a value *S that all examples share, also a sparse one: expand takes none."""
+    if not is_sparse(t):
+        return t.expand(size, *t.shape)
+    return t.unsqueeze(0).index_select(0, torch.zeros(size, dtype=torch.long, device=t.device))
+
+
 def alias_constant(t: torch.Tensor) -> torch.Tensor:
     """Return an alias without history; it may be a view."""
     if isinstance(t, Wrapper):

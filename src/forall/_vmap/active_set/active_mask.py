@@ -338,7 +338,8 @@ def _join_one_level(parts: list[tuple[ActiveSet, Tensor]]) -> Tensor | None:
     with no_dispatch():
         values = [(own, t if t.level is own else select_examples(t, own)) for own, t in found]
         a, b = values[0][1], values[-1][1]
-        if len(values) == 2 and a.dtype is b.dtype and a.shape == b.shape:
+        dense = a.layout is b.layout is torch.strided
+        if len(values) == 2 and dense and a.dtype is b.dtype and a.shape == b.shape:
             return unite_two_parts(values, whole)
         return unite_parts(values, whole)
 

@@ -21,6 +21,7 @@ from forall._compat.dispatch_state import (
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.axes import move_axis_to_front
 from forall._core.levels import find_innermost_of, graph_free, lift, run_outside
+from forall._core.sparse_operands import expand_examples, is_sparse
 from forall._vmap.active_set.sub_level import (
     SubLevel,
     covers_examples,
@@ -58,7 +59,7 @@ def _expand_to_stack(t: Tensor, level: Any) -> Tensor:
     """(n, *S): a value of the sub-level ``level``, or one from outside that is the same for all."""
     value, axis = (t.value, t.axis) if type(t) is BatchedTensor and t.level is level else (t, None)
     if axis is None:
-        return value.expand(level.size, *value.shape)
+        return expand_examples(value, level.size)
     return move_axis_to_front(value, axis)
 
 
@@ -76,12 +77,17 @@ def scatter_parts(parts: list, together: Tensor, level: Any) -> BatchedTensor:
     order = copy_index_to(_get_part_order(parts, level), together.device)
     if together.shape[0] == level.size:
         return wrap_stack(together.index_select(0, order), 0, level)
+    if is_sparse(together):  # which index_copy does not take
+        blank = together.new_zeros((1, *together.shape[1:]))
+        places = torch.full((level.size,), len(together), device=order.device)
+        places = places.index_copy(0, order, torch.arange(len(together), device=order.device))
+        return wrap_stack(torch.cat([together, blank]).index_select(0, places), 0, level)
     out = together.new_zeros((level.size, *together.shape[1:]))
     return wrap_stack(out.index_copy(0, order, together), 0, level)
 
 
 def unite_two_parts(parts: list[tuple[Any, Tensor]], level: Any) -> BatchedTensor:
-    """Unite the values of two sub-levels that make up ``level``; both are plain and alike."""
+    """Unite the values of two sub-levels that make up ``level``; both are plain, dense, alike."""
     (p, a), (q, b) = [(p, _expand_to_stack(t, p)) for p, t in parts]
     out, whole = a.new_empty((level.size, *a.shape[1:])), level.examples
     for some, values in ((p, a), (q, b)):

@@ -6,10 +6,16 @@ import torch
 
 from forall._compat.symbolic_zeros import make_plain_zeros
 from forall._core.axes import stacked_dim
+from forall._core.sparse_operands import expand_examples
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.registry import SHARED, register_rows
 from forall._vmap.rule_makers.along_dims import StackHandler
-from forall._vmap.rule_makers.basic import expand_to_stack
+from forall._vmap.rule_makers.basic import (
+    expand_to_stack,
+    is_mapped,
+    lower_shared,
+    move_to_front,
+)
 
 aten = torch.ops.aten
 
@@ -20,9 +26,16 @@ _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 def _cat(level, func, args, kwargs):
     tensors = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    parts = [expand_to_stack(t, level) for t in tensors]
+    parts = [_expand_to_stack(t, level) for t in tensors]
     rank = max(p.dim() for p in parts) - 1
     return wrap_stack(_cat_stacks(parts, stacked_dim(dim, rank)), 0, level)
+
+
+def _expand_to_stack(t, level):
+    """(B, *S), also of a sparse tensor that all examples share."""
+    if is_mapped(t, level):
+        return move_to_front(t)
+    return expand_examples(lower_shared(t, level), level.size)
 
 
 def _cat_stacks(parts, dim):
@@ -34,7 +47,7 @@ def _cat_stacks(parts, dim):
 def _stack(level, func, args, kwargs):
     tensors = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    parts = [expand_to_stack(t, level) for t in tensors]
+    parts = [_expand_to_stack(t, level) for t in tensors]
     return wrap_stack(torch.stack(parts, stacked_dim(dim, parts[0].dim())), 0, level)
 
 
