@@ -209,6 +209,88 @@ def test_coordinates():
     assert difference(vmap(grad(g))(values, indices), loop(plain)(values, indices)) is None
 
 
+SPDIAGS = torch.sparse.spdiags
+OFFSETS = torch.tensor([[0, 1], [1, -1], [-2, 3]])  # they have 7, 6 and 2 entries in (4, 4)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 6), (7, 4)])
+def test_rows_put_on_diagonals(shape):
+    def f(d, o):
+        return SPDIAGS(d, o, shape)
+
+    d, offsets = _drawn(3, 2, 4), OFFSETS.clamp(min=-shape[0])
+    _placed(lambda d, o: f(d, o).to_dense(), d, offsets)
+    _placed(lambda d, o: SPDIAGS(d, o, shape, torch.sparse_coo).to_dense(), d[:, 0], offsets[:, 0])
+    check_vmap(lambda d: f(d > 0, offsets[0]), (d.movedim(0, 2),), 2)
+    check_vmap(lambda d: f((d + 1j * d).conj(), offsets[1]), (d.movedim(0, 1),), 1)
+    truth = [f(a, o) for a, o in zip(d, offsets, strict=True)]
+    found = vmap(f, (2, 1))(d.movedim(0, 2), offsets.mT)
+    which = found._indices()[0]
+    for i, one in enumerate(truth):  # entry by entry, in torch's order, with the zeros among them
+        assert torch.equal(found._indices()[1:, which == i], one._indices())
+        assert torch.equal(found._values()[which == i], one._values())
+
+
+def test_rows_put_on_diagonals_in_nested_calls_and_branches():
+    def f(d, o):
+        return SPDIAGS(d, o, (4, 4)).to_dense()
+
+    def branches(d, o):
+        if d[0, 0] > 0:
+            m = SPDIAGS(2 * d, o, (4, 4))
+        elif d[1, 1] > 0:
+            m = SPDIAGS(d, o.flip(0), (4, 4))
+        else:
+            m = SPDIAGS(d[:1], torch.zeros(1, dtype=torch.long), (4, 4))
+        return m
+
+    d = _drawn(3, 2, 4)
+    d[:, 0, 0], d[:, 1, 1] = torch.tensor([1.0, -1, -1]), torch.tensor([1.0, 1, -1])
+    for g in (f, lambda d, o: branches(d, o).to_dense()):
+        for inner, outer in (((0, None), (None, 0)), ((None, 0), (0, None)), ((0, 0), (None, 0))):
+            given = d, OFFSETS.expand(2, 3, 2) if None not in inner else OFFSETS
+            found = vmap(vmap(g, inner), outer)(*given)
+            assert difference(found, loop(loop(g, inner), outer)(*given)) is None
+    check_vmap(branches, (d, OFFSETS))
+    check_vmap(lambda d: branches(d, OFFSETS[0]), (d,))
+
+
+def test_rows_that_cannot_be_put_on_diagonals():
+    d = _drawn(3, 2, 4)
+    failures = {
+        "duplicate": lambda d, o: SPDIAGS(d, o * (o != 1), (4, 4)),  # of the first example alone
+        "negative dimension": lambda d, o: SPDIAGS(d, o + 9, (4, 4)),
+        "Long": lambda d, o: SPDIAGS(d, o.int(), (4, 4)),
+        "number of offsets": lambda d, o: SPDIAGS(d, o[:1], (4, 4)),
+        "Offsets must be": lambda d, o: SPDIAGS(d, o[None], (4, 4)),
+        "Diagonals must be": lambda d, o: SPDIAGS(d[None], o, (4, 4)),
+        "2d": lambda d, o: SPDIAGS(d, o, (4,)),
+        "got Strided": lambda d, o: SPDIAGS(d, o, (4, 4), torch.strided),
+    }
+    for words, f in failures.items():
+        with pytest.raises(RuntimeError) as expected:
+            loop(f)(d, OFFSETS)
+        with pytest.raises(RuntimeError, match=words) as found:
+            vmap(f)(d, OFFSETS)
+        assert str(found.value) == str(expected.value)
+    for layout in (torch.sparse_csr, torch.sparse_csc):
+        with pytest.raises(NotImplementedError, match="have no stack"):
+            vmap(lambda d, layout=layout: SPDIAGS(d, OFFSETS[0], (4, 4), layout))(d)
+    with pytest.raises(RuntimeError, match="derivative for aten::_spdiags is not implemented"):
+        vmap(grad(lambda d: SPDIAGS(d, OFFSETS[0], (4, 4)).to_dense().sum()))(d)
+
+
+def test_rows_that_do_not_fit_are_cut_off():
+    """Torch writes over other entries, or keeps places that are not there."""
+    d = _drawn(3, 2, 4)
+    whole = loop(lambda d: SPDIAGS(d, OFFSETS[0], (4, 4)).to_dense())(d)
+    for shape in ((2, 4), (4, 2), (1, 1)):
+        cut = vmap(lambda d, shape=shape: SPDIAGS(d, OFFSETS[0], shape).to_dense())(d)
+        assert torch.equal(cut, whole[:, : shape[0], : shape[1]])
+    outside = vmap(lambda d: SPDIAGS(d, torch.tensor([0, -6]), (4, 4)).to_dense())(d)
+    assert torch.equal(outside, d[:, 0].diag_embed())
+
+
 def test_layouts_without_a_stack_are_refused():
     for f in (torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn):
         with pytest.raises(NotImplementedError, match="have no stack"):
@@ -297,9 +379,7 @@ LEFT = {
 if get_release() < (2, 13):
     LEFT["_unique.default"] = "an older form of _unique2, which has a rule"
 # What these work on is no dense tensor, or is a weight packed for one kernel.
-_ELSEWHERE = re.compile(
-    "nested|jagged|quant|indices|values|sparse|_spdiags|int4pack|int8pack|_test_"
-)
+_ELSEWHERE = re.compile("nested|jagged|quant|indices|values|sparse|int4pack|int8pack|_test_")
 _KERNELS = (
     "CPU",
     "CompositeExplicitAutograd",

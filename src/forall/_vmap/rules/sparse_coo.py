@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.assertions import require
 from forall._compat.dispatch_state import no_dispatch
 from forall._compat.private_api import SPARSE_SUM
 from forall._core.errors import data_dependent_error
@@ -19,6 +20,7 @@ from forall._vmap.registry import CALLS, register_rows
 from forall._vmap.rule_makers.basic import (
     expand_to_stack,
     is_mapped,
+    loop_and_stack,
     lower_shared,
     move_to_front,
     reenter_level,
@@ -48,6 +50,50 @@ def _to_sparse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if how.get("layout") not in {None, torch.sparse_coo}:
         raise _make_layout_error(how["layout"])
     return wrap_stack(move_to_front(x).to_sparse(dims + 1), 0, level)
+
+
+def _spdiags(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Put rows on diagonals, or let the operator itself refuse what it does not take."""
+    diagonals, offsets, shape, *rest = args
+    layout = rest[0] if rest else kwargs.get("layout")
+    if layout in {torch.sparse_csr, torch.sparse_csc}:
+        raise _make_layout_error(layout)
+    if (
+        diagonals.dim() not in {1, 2}
+        or offsets.dim() > 1
+        or offsets.dtype is not torch.int64
+        or diagonals.shape[:-1].numel() != offsets.numel()
+        or len(shape) != 2
+        or layout not in {None, torch.sparse_coo}
+        or not (diagonals.is_cpu and offsets.is_cpu)  # torch has a kernel for these alone
+    ):
+        return loop_and_stack(level, func, args, kwargs)
+    with reenter_level(level):
+        return _put_on_diagonals(diagonals, offsets.reshape(-1), *shape)
+
+
+def _put_on_diagonals(diagonals: Tensor, offsets: Tensor, height: int, width: int) -> Tensor:
+    """(K, M), (K,) -> (height, width): entry j of the row with offset o is put at (j - o, j).
+
+    How many entries fit depends on the offsets, of which each example may have its own. So all of
+    them go into (height, width, 2): those that fit, in torch's order, at (.., 0), which is kept.
+
+    Where a row lies outside, torch's kernel counts less than no entries for it: it raises an error
+    if these are less than none in all, or writes over others. It also keeps entries at places that
+    are not there. Only the error is repeated here.
+    """
+    length = diagonals.shape[-1]
+    fits_below, fits_above = (offsets + height).clamp(max=length), min(width, length) - offsets
+    require(torch.where(offsets > 0, fits_above, fits_below).sum() >= 0, "negative dimension")
+    require((offsets.sort()[0].diff() != 0).all(), "Offset tensor contains duplicate values")
+    columns = torch.arange(length, device=offsets.device).expand(len(offsets), length)
+    rows = columns - offsets.unsqueeze(1)
+    fits = (rows >= 0) & (rows < height) & (columns < width)
+    places = torch.stack([rows * fits, columns * fits, (~fits).long()]).flatten(1)
+    values = diagonals.resolve_conj().resolve_neg().reshape(-1)
+    place = aten._sparse_coo_tensor_with_dims_and_tensors.default
+    how = {"dtype": values.dtype, "layout": torch.sparse_coo, "device": values.device}
+    return place(3, 0, [height, width, 2], places, values, **how).select(2, 0)
 
 
 def _run_on_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -160,6 +206,7 @@ register_rows(
         aten.is_coalesced.default: _is_coalesced,
         aten.sparse_mask.default: _sparse_mask,
         aten._sparse_addmm.default: _addmm,
+        aten._spdiags.default: _spdiags,
     }
 )
 CALLS.update({SPARSE_SUM: _sum, torch.sparse_coo_tensor: _sparse_coo_tensor})
