@@ -606,6 +606,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
   for (const auto* name : {"_nested_tensor_from_tensor_list", "_nested_view_from_buffer", "_nested_from_padded"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  // Torch's own of any device, but it calls a kernel that only its own devices have.
+  m.impl("conj_physical_", torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   m.impl("dot", dot);
   m.impl("vdot", vdot);
   m.impl("_assert_async", assert_async);

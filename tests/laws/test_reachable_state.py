@@ -794,8 +794,11 @@ def test_a_recorded_call_is_not_replayed_with_it(name):
         assert torch.equal(recorded(x), f(x))
 
 
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")  # some run in groups
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_UNDONE])
-def test_a_call_that_diverges_first_leaves_what_one_that_is_converted_leaves(name):
+def test_a_call_that_diverges_first_leaves_what_one_that_is_converted_leaves(name, monkeypatch):
+    monkeypatch.setattr(forall.config, "parting", "together")
+
     def run():
         globals()["COUNT"] = 1
         f, write = CASES[name]()
@@ -808,6 +811,38 @@ def test_a_call_that_diverges_first_leaves_what_one_that_is_converted_leaves(nam
         return f(torch.ones(1))
 
     assert torch.equal(run(), run())
+
+
+def test_of_a_large_program_the_nearest_code_is_looked_at():
+    """The walk before each call must not take longer the more code a program has."""
+    names: dict[str, Any] = {"SEEN": [0]}
+    lines = [
+        f"def f{n}(x):\n    return f{n + 1}(x) if x is None else x * SEEN[0]" for n in range(999)
+    ]
+    exec("\n".join(lines), names)  # noqa: S102
+    snapshot = PythonSnapshot(names["f0"], ())
+    assert 10 < len(snapshot.functions) < 999
+    names["SEEN"].append(1)
+    assert snapshot.differs_from_now()
+    snapshot.restore()
+    assert names["SEEN"] == [0]
+
+
+def test_installed_packages_are_looked_at_less_than_the_users_own_code():
+    own, installed = [], []
+
+    def f(x):
+        own.append(1)
+        return x
+
+    snapshot = PythonSnapshot(f, ([Plain(n=installed)], pytest.raises))
+    classes = {kind.__module__.partition(".")[0] for kind, _ in snapshot.classes}
+    assert not classes & {"pytest", "_pytest"}
+    own.append(1)
+    installed.append(2)
+    snapshot.restore()
+    assert not own
+    assert not installed
 
 
 class Result(Slots):

@@ -58,7 +58,7 @@ def key(name: str, monkeypatch: pytest.MonkeyPatch, **options) -> tuple:
         return keys[-1]
 
     monkeypatch.setattr(decorator, "_make_transform_key", noted)
-    monkeypatch.setattr(decorator, "_reads", {})
+    monkeypatch.setattr(decorator, "_keys", {})
     args = {"jvp": ((X,), (X,)), "linearize": (X,)}.get(name, ())
     transform = transforms()[name]
     transform((lambda x: (x, x)) if options.get("has_aux") else (lambda x: 2 * x), *args, **options)
@@ -172,7 +172,7 @@ def test_an_option_has_one_key_however_it_is_passed(at_once, monkeypatch):
     monkeypatch.setattr(
         decorator, "_make_transform_key", lambda how: keys.append(original(how)) or keys[-1]
     )
-    monkeypatch.setattr(decorator, "_reads", {})
+    monkeypatch.setattr(decorator, "_keys", {})
     f = lambda x: x.sum()  # noqa: E731
     for args, options in [((f,), {}), ((f, 0), {}), ((), {"func": f}), ((f,), {"argnums": 0})]:
         grad(*args, **options)
@@ -230,33 +230,33 @@ def test_options_of_one_function_alternate(at_once):
 
 
 def test_what_is_told_by_the_very_same_words_is_read_once(monkeypatch):
-    monkeypatch.setattr(decorator, "_reads", {})
-    monkeypatch.setattr(decorator, "_MOST_READS", 2)
+    monkeypatch.setattr(decorator, "_keys", {})
+    monkeypatch.setattr(decorator, "_MOST_KEYS", 2)
     options = {"in_dims": (0, None), "randomness": "same"}
     first = ("vmap", *options.items())
     key = decorator._read(first)
     assert decorator._read(("vmap", *options.items())) == key
-    assert len(decorator._reads) == 1
+    assert len(decorator._keys) == 1
     for other in ({"in_dims": (1, None)}, {"in_dims": (True, None)}, {"in_dims": (0, 0)}):
         assert decorator._read(("vmap", *{**options, **other}.items())) != key
     assert decorator._read(("grad", *options.items())) != key
-    assert len(decorator._reads) <= 2
+    assert len(decorator._keys) <= 2
 
 
 def test_what_may_change_is_read_with_each_transform(monkeypatch):
-    monkeypatch.setattr(decorator, "_reads", {})
+    monkeypatch.setattr(decorator, "_keys", {})
     dims, chunks = [0, None], Chunks(size=2)
     for told in ({"in_dims": (dims,)}, {"chunk_size": chunks}, {"randomness": X}):
         decorator._read(("vmap", *told.items()))
-    assert not decorator._reads
+    assert not decorator._keys
     before = decorator._read(("vmap", ("in_dims", (dims,))))
     dims[1] = 0
     assert decorator._read(("vmap", ("in_dims", (dims,)))) != before
 
 
 def test_words_that_take_the_place_of_others_are_not_taken_for_them(monkeypatch):
-    """What is known by its identity stays as long as it is known."""
-    monkeypatch.setattr(decorator, "_reads", {})
+    """Tuples made anew, of the same values and of others, have the keys that they should."""
+    monkeypatch.setattr(decorator, "_keys", {})
     f = lambda x, y: x * y  # noqa: E731
     for n in range(3000):
         dims = (None, 0) if n % 2 else (0, None)
@@ -265,6 +265,7 @@ def test_words_that_take_the_place_of_others_are_not_taken_for_them(monkeypatch)
         key, _ = decorator._read(how)
         expected = decorator._make_transform_key(how)
         assert key == expected
+        assert len(decorator._keys) <= 4  # two here, and two of the calls below
         if not n % 500:
             args = (X.sum(), X) if n % 2 else (X, X.sum())
             assert torch.equal(vmap(f, dims)(*args), X * X.sum())

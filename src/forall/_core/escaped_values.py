@@ -108,14 +108,22 @@ def _refuse_escaped_history(func: Any, a: Any) -> None:
 _DETACH = torch.ops.aten.detach.default
 
 
-def call_without_mode(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a call that reaches a wrapper's class because no function mode of ours is active."""
+def call_without_mode(func: Any, args: tuple, kwargs: dict, override: Any = None) -> Any:
+    """Run a call that reaches a wrapper's class because no function mode of ours is active.
+
+    ``override`` is what the call means for a level's values, if torch's own code cannot make it.
+    """
     with subclass_functions_off():
         args, kwargs = replace_escaped_args(args, kwargs)
         found = levels_in(args, kwargs)
-        level = find_innermost(found) if found and torch.is_grad_enabled() else None
+        level = find_innermost(found) if found else None
         if level is not None and not is_escape_from(level):  # it acts again, in a backward pass
-            args, kwargs = level.share_captured(args, kwargs)
+            if torch.is_grad_enabled():
+                args, kwargs = level.share_captured(args, kwargs)
+            if override is not None:
+                out = override(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
         return func(*args, **kwargs)
 
 

@@ -26,6 +26,7 @@ from forall._core.python_state import (
     cell_contents_of,
     find_names_and_text,
     globals_of,
+    is_installed_module,
     is_library_object,
     is_not_users,
     is_not_users_module,
@@ -48,7 +49,11 @@ from forall._core.reachable import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-_MOST = 10_000  # entries in all: longer containers are data, not a record of calls
+# Longer containers are data, not a record of calls. Functions and classes are visited nearest
+# first, so that a call need not wait for a walk over all of a large package. Classes of installed
+# packages are not visited: they have many attributes, and seldom change any.
+_MOST = {"entries": 10_000, "code": 300, "installed code": 15}
+_MOST_CODES = 10_000  # whose names are kept
 _MOST_BYTES = 4096  # of an array
 _IN_C = frozenset({list, dict, set, bytearray, deque, OrderedDict, defaultdict})
 _METHODS = (FunctionType, staticmethod, classmethod, property)
@@ -82,7 +87,7 @@ class PythonSnapshot:
         self.functions: list[tuple[FunctionType, tuple]] = []
         self.classes: list[tuple[type, dict[str, Any]]] = []
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # restored by callers
-        self.left = _MOST
+        self.left = {**_MOST}
         self.asked = {*_NAMES_TORCH_CALLS}  # names in the code of functions
         self.waiting: dict[str, list[Any]] = {}  # methods that are visited if code names them
         self.walk = Walk([func, *given])
@@ -100,6 +105,8 @@ class PythonSnapshot:
         left, own = self.walk.left, func.__dict__
         if is_not_users_module(module_name_of(func)):
             left += list_inner_callables(func)
+            return
+        if not self._may_visit_code(module_name_of(func)):
             return
         code, defaults, by_name = func.__code__, func.__defaults__, func.__kwdefaults__
         self.functions.append((func, (code, defaults, by_name, own)))
@@ -121,6 +128,12 @@ class PythonSnapshot:
                 self.names.append((names, name, value))
             self._visit_named(value, code)
         self.asked |= known.words
+
+    def _may_visit_code(self, module: str) -> bool:
+        """Return True if one more function or class of a module may be visited, and count it."""
+        kind = "installed code" if is_installed_module(module) else "code"
+        self.left[kind] -= 1
+        return self.left[kind] >= 0
 
     def _visit_named(self, value: Any, code: CodeType) -> None:
         """Visit the value of a variable; of a user's module, the values that code may name."""
@@ -156,7 +169,10 @@ class PythonSnapshot:
 
     def _take_class(self, kind: type) -> None:
         """Take a class of the user's; its methods wait for code that names them."""
-        if is_not_users_module(module_of(kind)):
+        module = module_of(kind)
+        if is_not_users_module(module) or is_installed_module(module):
+            return
+        if not self._may_visit_code(module):
             return
         held, left, leaves = self.walk.held, self.walk.left, _visitors.leaves
         held[id(kind)] = kind
@@ -217,9 +233,9 @@ class PythonSnapshot:
         if not held:
             self.empty.append(held)
             return False
-        if len(held) > self.left:
+        if len(held) > self.left["entries"]:
             return False
-        self.left -= len(held)
+        self.left["entries"] -= len(held)
         self.contents.append((held, held.copy()))
         return True
 
@@ -368,7 +384,7 @@ class _CodeWords(NamedTuple):
 def _read_code(code: CodeType) -> _CodeWords:
     known = _codes.get(id(code))  # a code object's own hash reads all that is in it
     if known is None:
-        if len(_codes) >= _MOST:
+        if len(_codes) >= _MOST_CODES:
             _codes.clear()
         known = _codes[id(code)] = _CodeWords(code, globals_of(code), find_names_and_text(code))
     return known

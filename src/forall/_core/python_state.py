@@ -61,6 +61,13 @@ def is_not_users_module(module: str) -> bool:
     return is_library_module(module) or module.partition(".")[0] in sys.stdlib_module_names
 
 
+@functools.lru_cache(maxsize=4096)
+def is_installed_module(module: str) -> bool:
+    """Return True if a module is of an installed package, which users seldom write themselves."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
 def is_ours(func: FunctionType) -> bool:
     return module_name_of(func).partition(".")[0] == "forall"
 

@@ -38,6 +38,7 @@ from forall._core.python_state import (
     cell_contents_of,
     is_library_object,
     is_not_users,
+    is_ours,
 )
 
 if TYPE_CHECKING:
@@ -164,7 +165,10 @@ def list_inner_callables(func: FunctionType) -> list[Any]:
 
     Those are functions, methods, and objects of the user's classes.
     """
-    held = [*map(cell_contents_of, func.__closure__ or ()), vars(func).get("__wrapped__")]
+    wrapped = vars(func).get("__wrapped__")
+    if wrapped is not None and is_ours(func):  # a transform, which calls no other of the user's
+        return [wrapped]
+    held = [*map(cell_contents_of, func.__closure__ or ()), wrapped]
     return [
         x for x in held if isinstance(x, _CALLED) or (callable(x) and not is_not_users(type(x)))
     ]

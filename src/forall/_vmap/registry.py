@@ -42,6 +42,9 @@ def list_overloads(packet: Any) -> Iterable[Any]:
 VIEWS: dict[Any, Any] = {}
 # Calls of torch's Python API that have a meaning here before any operator is reached.
 CALLS: dict[Any, Callable] = {}
+# Those that need no function mode, so that they also hold once the level has ended: in hooks and
+# recomputations of a backward pass.
+INDEXING: dict[Any, Callable] = {}
 # What is asked before captured tensors are shared, which costs a node of autograd's for each.
 UNSHARED: dict[Any, Callable] = {}
 # Those of them that write into their first argument.

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from forall import config, vmap
+from forall import config, grad_and_value, vmap
+from forall._compat.tensor_subclass import posing
 from forall._vmap.fast_path import api_calls
 from forall._vmap.registry import HANDLERS
 from forall._vmap.rule_makers.along_dims import StackHandler
@@ -37,6 +38,7 @@ def in_branches(f):
 @pytest.mark.parametrize("op", ROWS, ids=str)
 def test_function_of_stacks_in_a_row_runs_in_converted_code(op, monkeypatch):
     monkeypatch.setattr(config, "replay", False)
+    monkeypatch.setattr(posing, "used", False)  # a subclass of an earlier test turns fast paths off
     row: Any = HANDLERS[op]
     calls = []
 
@@ -50,6 +52,22 @@ def test_function_of_stacks_in_a_row_runs_in_converted_code(op, monkeypatch):
     found = vmap(f)(XS)
     assert calls
     assert torch.equal(found, torch.stack([f(x) + 100 for x in XS]))
+
+
+@pytest.mark.parametrize("where", ["plain", "with a derivative", "by name"])
+@pytest.mark.parametrize("op", [aten.sum.dim_IntList, aten.mean.dim], ids=str)
+def test_reduction_of_all_dims_asks_the_row_of_the_one_along_dims(op, where, monkeypatch):
+    monkeypatch.setattr(config, "replay", False)
+    row: Any = HANDLERS[op]
+    handler = StackHandler(row.handle, lambda *a, **k: row.run(*a, **k) + 100)
+    monkeypatch.setitem(HANDLERS, op, handler)
+    reduce = torch.sum if op is aten.sum.dim_IntList else torch.mean
+    f = {
+        "plain": lambda x: reduce(x),
+        "with a derivative": lambda x: grad_and_value(lambda y: reduce(y))(x)[1],
+        "by name": lambda x: reduce(x, dtype=torch.float32),
+    }[where]
+    assert torch.equal(vmap(f)(XS), reduce(XS, 1) + 100)
 
 
 def test_own_row_of_a_pointwise_operator_answers_its_calls(monkeypatch):

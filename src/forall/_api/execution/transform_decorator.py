@@ -9,6 +9,7 @@ NOTE [the slot of automatic replay]
 from __future__ import annotations
 
 import functools
+import marshal
 import operator
 from dataclasses import fields
 from time import perf_counter
@@ -228,27 +229,23 @@ def _read(how: tuple) -> tuple[Any, bool]:
 
     Some programs make a transform for each call, with the very same options each time.
     """
-    marks = tuple([id(y) for x in how for y in (x if type(x) is tuple else (x,))])
-    known = _reads.get(marks)
+    try:
+        marks = marshal.dumps(how, 2)  # equal for equal values of the same types
+    except ValueError:  # options of other kinds
+        marks = None
+    known = _keys.get(marks)
     if known is not None:
-        return known.key, False
+        return known, False
     key, may_change = _make_transform_key(how), _has_mutable_options(how)
-    if key is not None and _is_of_words(how):
-        if len(_reads) >= _MOST_READS:
-            _reads.clear()
-        _reads[marks] = _Read(how, key)
+    if key is not None and marks is not None and _is_of_words(how):
+        if len(_keys) >= _MOST_KEYS:
+            _keys.clear()
+        _keys[marks] = key
     return key, may_change
 
 
-class _Read(NamedTuple):
-    """Options, held so that no others get their ids, and their key."""
-
-    how: tuple
-    key: Any
-
-
-_reads: dict[tuple, _Read] = {}
-_MOST_READS = 1000
+_keys: dict[bytes | None, Any] = {}
+_MOST_KEYS = 1000
 
 
 def _is_of_words(value: Any) -> bool:

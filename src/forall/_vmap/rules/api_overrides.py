@@ -31,7 +31,7 @@ from forall._vmap.mutation.mutation_log import log_plain_read, make_summed_grad_
 from forall._vmap.mutation.pending_updates import is_shared_external, require_all_examples
 from forall._vmap.mutation.rollback import find_logs, get_grad_key
 from forall._vmap.mutation.view_copies import make_view_copy
-from forall._vmap.registry import CALLS, IN_PLACE
+from forall._vmap.registry import CALLS, IN_PLACE, INDEXING
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -353,12 +353,21 @@ def _writes_in_place(name: str) -> bool:
 _NAMES = dir(Tensor)
 IN_PLACE.update(getattr(Tensor, name) for name in _NAMES if _writes_in_place(name))
 IN_PLACE.add(Tensor.__setitem__)
-CALLS.update(
+INDEXING.update(
     {
         Tensor.__getitem__: _getitem,
         Tensor.__setitem__: _set_items,
         Tensor.index_put_: _index_put,
         torch.index_put_: _index_put,
+        torch.narrow: _narrow,
+        Tensor.narrow: _narrow,
+        torch.tensor_split: _tensor_split,
+        Tensor.tensor_split: _tensor_split,
+    }
+)
+CALLS.update(
+    {
+        **INDEXING,
         Tensor.__bool__: _is_nonzero,
         torch.is_nonzero: _is_nonzero,
         Tensor.is_nonzero: _is_nonzero,
@@ -368,10 +377,6 @@ CALLS.update(
         torch.tensor: _tensor,
         Tensor.new_tensor: _new_tensor,
         torch.as_tensor: _as_tensor,
-        torch.narrow: _narrow,
-        Tensor.narrow: _narrow,
-        torch.tensor_split: _tensor_split,
-        Tensor.tensor_split: _tensor_split,
         Tensor.data.__set__: _set_data,
         Tensor.grad.__get__: _get_grad,
         Tensor.grad.__set__: _set_grad,

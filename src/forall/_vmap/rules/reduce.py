@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from forall._core.axes import stacked_dim
@@ -60,10 +62,11 @@ register_rows(
 
 
 def make_list_dim_handler(op):
-    """Return a full reduction made of ``op(x, *args, dims)``, which takes a list of dims."""
+    """Return a full reduction: that of the row of ``op``, which takes a list of dims, over all."""
 
     def rule(x, *args, **kwargs):
-        return op(x, *args, [*range(1, x.dim())], **kwargs)
+        row: Any = HANDLERS[op]
+        return row.run(x, *args, [*range(1, x.dim())], **kwargs)
 
     return make_full_handler(rule, flat=False)
 
@@ -80,7 +83,7 @@ def make_values_handler(op):
 
 register_rows(
     {
-        aten.sum.default: make_list_dim_handler(_sum),
+        aten.sum.default: make_list_dim_handler(aten.sum.dim_IntList),
         aten.mean.default: make_list_dim_handler(aten.mean.dim),
         aten.max.default: make_list_dim_handler(aten.amax.default),
         aten.min.default: make_list_dim_handler(aten.amin.default),
@@ -109,7 +112,8 @@ def make_sum_call(whole_op, op):
             x = args[0]
             v = x.value
             if x.axis == 0 and v.layout is torch.strided and v.dim() > 1:
-                return wrap_stack(func(v, _DIMS[v.dim()]), 0, level)
+                row: Any = HANDLERS[op]
+                return wrap_stack(row.run(v, _DIMS[v.dim()]), 0, level)
             return HANDLERS[whole_op](level, whole_op, args, kwargs)
         given = {"dim", "keepdim"}.intersection(kwargs) | set(("dim", "keepdim")[: len(args) - 1])
         keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
