@@ -11,11 +11,12 @@ import linecache
 from collections import Counter, defaultdict
 from functools import lru_cache
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forall._api.explain_plot import COLOURS, format_count
 from forall._api.operator_costs import (
     OTHER_TIME,
+    CallCosts,
     find_other_time,
     format_seconds,
     format_share,
@@ -26,8 +27,7 @@ from forall._core.errors import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from forall._api.explain import Explanation
-    from forall._divergence.report_records import Parting, Step
+    from forall._divergence.report_records import Function, Parting, Step
 
 # What a page shows at most; the text says where it shows less than there is.
 _STEPS, _EXAMPLES, _OPERATORS, _GROUPS = 600, 200, 20, 6
@@ -89,7 +89,36 @@ _STYLE = """
 """
 
 
-def make_page(explanation: Explanation) -> str:
+class ExplainedCall(CallCosts, Protocol):
+    """The parts of an `Explanation` that the page shows."""
+
+    @property
+    def call(self) -> str: ...
+    @property
+    def ways(self) -> tuple[str, ...]: ...
+    @property
+    def replay(self) -> str: ...
+    @property
+    def program(self) -> str: ...
+    @property
+    def measured(self) -> str: ...
+    @property
+    def converted(self) -> tuple[Function, ...]: ...
+    @property
+    def refused(self) -> tuple[Function, ...]: ...
+    @property
+    def again(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def examples(self) -> int: ...
+    @property
+    def partings(self) -> tuple[Parting, ...]: ...
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
+    @property
+    def scalar(self) -> tuple[SourceLine, ...]: ...
+
+
+def make_page(explanation: ExplainedCall) -> str:
     """Return the explanation as an HTML document."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -102,7 +131,7 @@ def make_page(explanation: Explanation) -> str:
     )
 
 
-def make_fragment(explanation: Explanation) -> str:
+def make_fragment(explanation: ExplainedCall) -> str:
     """Return the explanation as one element, with its style."""
     e = explanation
     facts = [format_count(e.examples, "example")] if e.examples else []
@@ -129,7 +158,7 @@ def _make_section(title: str, body: str) -> str:
     return f"<section>\n<h2>{title}</h2>\n{body}\n</section>" if body else ""
 
 
-def _list_ways(e: Explanation) -> str:
+def _list_ways(e: ExplainedCall) -> str:
     items = "".join(
         f"<li>{escape(way)}{'' if n == 1 else f' ({n} times)'}</li>"
         for way, n in Counter(e.ways).items()
@@ -138,10 +167,15 @@ def _list_ways(e: Explanation) -> str:
     return f"<ol>{items}</ol>{measured}"
 
 
-def _describe_replay(e: Explanation) -> str:
+def _describe_replay(e: ExplainedCall) -> str:
     if e.replay.startswith("no: "):
         return f"<p>Not replayed: {escape(e.replay.removeprefix('no: '))}</p>"
-    return f"<p>Replayed: {escape(e.replay)}</p>" if e.replay else ""
+    if e.replay:
+        return f"<p>Replayed: {escape(e.replay)}</p>"
+    return (
+        "<p>No call was replayed so far. With <code>forall.config.replay</code> on, a function is "
+        "recorded once its calls have taken <code>forall.config.patience</code> seconds.</p>"
+    )
 
 
 # --- examples over steps -------------------------------------------------------------------------
@@ -159,7 +193,7 @@ def _assign_colours(steps: Sequence[Step]) -> dict[SourceLine, str]:
     return {place: COLOURS[n % len(COLOURS)] for n, place in enumerate(places)}
 
 
-def _draw_lanes(e: Explanation, colours: dict[SourceLine, str]) -> str:
+def _draw_lanes(e: ExplainedCall, colours: dict[SourceLine, str]) -> str:
     if not e.examples:
         return ""
     if not e.steps:
@@ -202,7 +236,7 @@ def _find_runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def _describe_lanes(e: Explanation, columns: list[int], lanes: list[int]) -> str:
+def _describe_lanes(e: ExplainedCall, columns: list[int], lanes: list[int]) -> str:
     text = "Each row is an example. Each column is a step: a test on values, in order."
     if len(columns) < len(e.steps) or len(lanes) < e.examples:
         text += (
@@ -271,7 +305,7 @@ def _make_key(style: str, label: str, count: str) -> str:
 # --- the source ----------------------------------------------------------------------------------
 
 
-def _list_source(e: Explanation, colours: dict[SourceLine, str]) -> str:
+def _list_source(e: ExplainedCall, colours: dict[SourceLine, str]) -> str:
     """Return the source around all tests, with counts beside its lines."""
     places = {*colours, *(p.place for p in e.partings), *e.scalar}
     if not places:
@@ -362,7 +396,7 @@ def _list_functions_of(file: str, source: str) -> list[tuple[int, int]]:
     ]
 
 
-def _list_functions(e: Explanation) -> str:
+def _list_functions(e: ExplainedCall) -> str:
     rows = [
         *((f.name, f.place, "converted, so that examples can diverge inside") for f in e.converted),
         *((f.name, f.place, f"run once for each group: {f.why}") for f in e.refused),
@@ -386,7 +420,7 @@ def _list_functions(e: Explanation) -> str:
 # --- operators and programs ----------------------------------------------------------------------
 
 
-def _list_operators(e: Explanation) -> str:
+def _list_operators(e: ExplainedCall) -> str:
     if not e.operators:
         return ""
     shown, others = e.operators[:_OPERATORS], e.operators[_OPERATORS:]
@@ -423,5 +457,5 @@ def _make_cost_row(name: str, calls: str, seconds: float, whole: float, allocate
     )
 
 
-def _show_program(e: Explanation) -> str:
+def _show_program(e: ExplainedCall) -> str:
     return f'<div class="wide"><pre>{escape(e.program)}</pre></div>' if e.program else ""

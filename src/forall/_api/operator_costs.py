@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class OperatorCost(NamedTuple):
-    """What all calls of one operator took together.
+    """The cost of all calls of one operator together.
 
     Attributes:
         name: ``"mul"`` for an operator of torch's, ``"library::name"`` for another.
@@ -33,7 +33,6 @@ class CallCosts(Protocol):
 
     @property
     def seconds(self) -> float: ...
-
     @property
     def operators(self) -> tuple[OperatorCost, ...]: ...
 
