@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,9 @@ from forall._api import explain_plot, explanation_page
 from forall._api.define_transform import find_calls_at_point, is_transform_at_point
 from forall._api.execution import loop_or_batch
 from forall._api.execution.transform_decorator import describe_replay, find_transform
+from forall._api.explained_call import ExplainedCall
 from forall._api.operator_costs import (
     OTHER_TIME,
-    OperatorCost,
     find_other_time,
     format_seconds,
     format_share,
@@ -28,7 +28,7 @@ from forall._core.errors import format_bytes, format_columns, format_short, name
 from forall._core.python_state import is_ours
 from forall._divergence.converted_call import collect_report
 from forall._divergence.report import Report, format_range
-from forall._divergence.report_records import Function, Parting, Step
+from forall._divergence.report_records import Parting, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +100,7 @@ def explain(
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(ExplainedCall):
     """The report on one call of a transformed function: ``str`` gives the text.
 
     ``to_html`` gives a page, ``format_operators`` a table of operators, and ``plot`` a picture of
@@ -146,43 +146,6 @@ class Explanation:
         >>> e.to_html().startswith("<!DOCTYPE html>")
         True
     """
-
-    call: str
-    result: Any
-    ways: tuple[str, ...]
-    replay: str = ""
-    program: str = ""
-    measured: str = ""
-    converted: tuple[Function, ...] = ()
-    refused: tuple[Function, ...] = ()
-    again: tuple[tuple[str, int], ...] = ()
-    examples: int = 0
-    seconds: float = 0.0
-    operators: tuple[OperatorCost, ...] = ()
-    _report: Report = field(default_factory=Report, repr=False)
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """The number of examples in each group, if the call ran in groups."""
-        return tuple(self._report.groups)
-
-    @property
-    def partings(self) -> tuple[Parting, ...]:
-        """Each time that examples diverged."""
-        return tuple(self._report.partings)
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """Each test on values, with the examples that took it."""
-        return tuple(self._report.steps)
-
-    @property
-    def scalar(self) -> tuple[SourceLine, ...]:
-        """The lines where code begins that computes with Python's own values alone.
-
-        It runs together in an explained call, to show its steps, and in others one after another.
-        """
-        return tuple(sorted(self._report.scalar))
 
     def _list_reruns(self) -> list[tuple[str, str]]:
         return [(name, explain_plot.format_count(n, "time")) for name, n in self.again]

@@ -11,12 +11,11 @@ import linecache
 from collections import Counter, defaultdict
 from functools import lru_cache
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from forall._api.explain_plot import COLOURS, format_count
 from forall._api.operator_costs import (
     OTHER_TIME,
-    CallCosts,
     find_other_time,
     format_seconds,
     format_share,
@@ -27,7 +26,8 @@ from forall._core.errors import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from forall._divergence.report_records import Function, Parting, Step
+    from forall._api.explained_call import ExplainedCall
+    from forall._divergence.report_records import Parting, Step
 
 # What a page shows at most; the text says where it shows less than there is.
 _STEPS, _EXAMPLES, _OPERATORS, _GROUPS = 600, 200, 20, 6
@@ -87,35 +87,6 @@ _STYLE = """
 .forall-explanation .swatch { flex: none; display: inline-block; width: .8rem; height: .8rem;
   border-radius: 2px; }
 """
-
-
-class ExplainedCall(CallCosts, Protocol):
-    """The parts of an `Explanation` that the page shows."""
-
-    @property
-    def call(self) -> str: ...
-    @property
-    def ways(self) -> tuple[str, ...]: ...
-    @property
-    def replay(self) -> str: ...
-    @property
-    def program(self) -> str: ...
-    @property
-    def measured(self) -> str: ...
-    @property
-    def converted(self) -> tuple[Function, ...]: ...
-    @property
-    def refused(self) -> tuple[Function, ...]: ...
-    @property
-    def again(self) -> tuple[tuple[str, int], ...]: ...
-    @property
-    def examples(self) -> int: ...
-    @property
-    def partings(self) -> tuple[Parting, ...]: ...
-    @property
-    def steps(self) -> tuple[Step, ...]: ...
-    @property
-    def scalar(self) -> tuple[SourceLine, ...]: ...
 
 
 def make_page(explanation: ExplainedCall) -> str:
