@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from forall import explain, grad, hessian, jit, vmap
+from forall import explain, grad, hessian, jacrev, jit, jvp, vjp, vmap
 
 X = torch.arange(1.0, 4.0)
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -205,6 +205,54 @@ def test_a_page_can_be_written(tmp_path):
     html = e.to_html(path)
     assert path.read_text("utf-8") == html == e.to_html()
     assert e._repr_html_() in e.to_html()
+
+
+# --- vmaps inside other transforms ---------------------------------------------------------------
+
+
+def total(xs):
+    return vmap(root)(xs).sum()
+
+
+ROOTS = torch.tensor([1.0, 4.0, 100.0])
+
+
+@pytest.mark.parametrize(
+    ("explained", "args"),
+    [
+        (explain(grad(total)), (ROOTS,)),
+        (explain(jacrev(total)), (ROOTS,)),
+        (explain(jvp), (total, (ROOTS,), (ROOTS,))),
+        (explain(vjp), (total, ROOTS)),
+    ],
+)
+def test_a_vmap_inside_another_transform_is_explained(explained, args):
+    e = explained(*args)
+    (inner,) = e.inside
+    assert (inner.call, inner.examples) == ("vmap(root)", 3)
+    assert {p.construct for p in inner.partings} == {"while"}
+    assert inner.steps[0].examples == range(3)
+    assert "inside: vmap(root): 3 examples" in str(e)
+    page = read(e)
+    assert page.texts["h1"] == [e.call, "inside: vmap(root)"]
+    assert page.tags.count("svg") == 1
+
+
+def test_the_first_few_vmaps_inside_are_explained():
+    def f(x):
+        for _ in range(20):
+            x = vmap(torch.sin)(x)
+        return x.sum()
+
+    e = explain(grad(f))(ROOTS)
+    assert {inner.call for inner in e.inside} == {"vmap(sin)"}
+    assert len(e.inside) == 8
+    assert e.result.equal(grad(f)(ROOTS))
+
+
+def test_a_vmap_inside_a_vmap_belongs_to_its_explanation():
+    e = explain(vmap(total))(ROOTS[None])
+    assert (e.call, e.inside) == ("vmap(total)", ())
 
 
 # --- operators -----------------------------------------------------------------------------------

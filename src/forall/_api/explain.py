@@ -9,13 +9,14 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from forall._api import explain_plot, explanation_page
+from forall._api import explain_plot
 from forall._api.define_transform import find_calls_at_point, is_transform_at_point
 from forall._api.execution import loop_or_batch
 from forall._api.execution.transform_decorator import describe_replay, find_transform
 from forall._api.explained_call import ExplainedCall
 from forall._api.operator_costs import (
     OTHER_TIME,
+    MeasuredCall,
     find_other_time,
     format_seconds,
     format_share,
@@ -26,7 +27,7 @@ from forall._core import config
 from forall._core.code_table import find_code
 from forall._core.errors import format_bytes, format_columns, format_short, name_of, type_name_of
 from forall._core.python_state import is_ours
-from forall._divergence.converted_call import collect_report
+from forall._divergence.converted_call import collect_inner_reports, collect_report
 from forall._divergence.report import Report, format_range
 from forall._divergence.report_records import Parting, Step
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._api.execution.transform_decorator import ReplayableCalls, Transform
-    from forall._api.operator_costs import MeasuredCall
     from forall._core.call_site import SourceLine
 
     Measure = Callable[[Callable[[], Any]], MeasuredCall]
@@ -131,6 +131,8 @@ class Explanation(ExplainedCall):
         seconds: how long the call took, while it was measured.
         operators: the calls, seconds and bytes allocated of each operator, the longest first.
             Empty also with ``operators=False``, and within another profiler.
+        inside: the explanations of the first few vmaps that ran inside a call of another transform,
+            without their results. Empty if the call was replayed or recorded.
 
     Cost: nothing more; all is kept as it was found.
 
@@ -170,6 +172,7 @@ class Explanation(ExplainedCall):
         ):
             if rows:
                 parts.append(f"{title}\n{format_columns(rows)}")
+        parts += [f"inside: {explained}" for explained in self.inside]
         return "\n\n".join(parts)
 
     def format_operators(self) -> str:
@@ -209,6 +212,8 @@ class Explanation(ExplainedCall):
             >>> "grad(&lt;lambda&gt;)" in e.to_html()
             True
         """
+        from forall._api import explanation_page  # it imports html, which takes milliseconds
+
         page = explanation_page.make_page(self)
         if path is not None:
             Path(path).write_text(page, encoding="utf-8")
@@ -216,6 +221,8 @@ class Explanation(ExplainedCall):
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
+        from forall._api import explanation_page  # as above
+
         return explanation_page.make_fragment(self)
 
     def _title(self) -> str:
@@ -242,6 +249,14 @@ def _explain_mapped(
     run = functools.partial(run_and_report, how.func, options, args, kwargs, report)
     with collect_report(report):
         measured = measure(run)
+    replay = describe_replay(mapped) if config.now.replay else ""
+    return _describe_mapped(report, measured, mapped, replay)
+
+
+def _describe_mapped(
+    report: Report, measured: MeasuredCall, mapped: Any = None, replay: str = ""
+) -> Explanation:
+    """Return the explanation of the call of a `vmap` that filled this report."""
     origin = report.level and report.level.origin
     func, size = (mapped, 0) if origin is None else (origin.call.func, origin.size)
     report.level, functions = None, report.functions.values()
@@ -249,7 +264,7 @@ def _explain_mapped(
         f"vmap({_name_nested(func)})",
         measured.result,
         tuple(report.ways) or ("by torch's own vmap, which tells nothing",),
-        describe_replay(mapped) if config.now.replay else "",
+        replay,
         measured=loop_or_batch.describe_choice(find_code(func), size),
         converted=tuple(f for f in functions if not f.why),
         refused=tuple(f for f in functions if f.why),
@@ -293,20 +308,28 @@ def _explain_replay(
     args: tuple,
     kwargs: dict,
 ) -> Explanation:
-    before, measured = _count_hits(find_calls()), run()
+    before = _count_hits(find_calls())
+    with collect_inner_reports() as reports:
+        measured = run()
     calls, program = find_calls(), ""
     is_replayed = _count_hits(calls) > before
     if calls is not None:
         program = calls.describe_program(call, args, kwargs, is_replayed=is_replayed)
     way = _REPLAYED if is_replayed else _AS_IT_IS
     replay = describe() if config.now.replay else ""
-    return _describe_call(call, measured, way, replay, program)
+    return _describe_call(call, measured, way, replay, program, reports)
 
 
 def _describe_call(
-    call: str, measured: MeasuredCall, way: str, replay: str, program: str
+    call: str,
+    measured: MeasuredCall,
+    way: str,
+    replay: str,
+    program: str,
+    reports: list[Report],
 ) -> Explanation:
-    """Return the explanation of a call that has no examples."""
+    """Return the explanation of a call that has no examples, with those of the vmaps inside."""
+    unknown = MeasuredCall(None, 0.0)
     return Explanation(
         call,
         measured.result,
@@ -315,6 +338,9 @@ def _describe_call(
         program,
         seconds=measured.seconds,
         operators=measured.operators,
+        inside=tuple(
+            _describe_mapped(report, unknown) for report in reports if report.level is not None
+        ),
     )
 
 
@@ -330,7 +356,8 @@ def _explain_jitted(measure: Measure, jitted: Any, /, *args: Any, **kwargs: Any)
     from forall._jit.cache.cache_info import describe_arguments  # as above
 
     before = jitted.cache_info().hits
-    measured = measure(functools.partial(jitted, *args, **kwargs))
+    with collect_inner_reports() as reports:
+        measured = measure(functools.partial(jitted, *args, **kwargs))
     hits, arguments = jitted.cache_info().hits, describe_arguments(args, kwargs)
     kind = next((k for k in reversed(jitted.kinds()) if k.arguments == arguments), None)
     way, replay, program = _AS_IT_IS, "", ""
@@ -338,7 +365,7 @@ def _explain_jitted(measure: Measure, jitted: Any, /, *args: Any, **kwargs: Any)
         way = _REPLAYED if hits > before else _AS_IT_IS if kind.why else _RECORDED
         replay = f"no: {kind.why}" if kind.why else f"{hits} calls so far"
         program = "" if kind.why else kind.text
-    return _describe_call(_name_nested(jitted), measured, way, replay, program)
+    return _describe_call(_name_nested(jitted), measured, way, replay, program, reports)
 
 
 def _name_nested(func: Any) -> str:

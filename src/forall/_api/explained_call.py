@@ -29,6 +29,7 @@ class ExplainedCall:
     examples: int = 0
     seconds: float = 0.0
     operators: tuple[OperatorCost, ...] = ()
+    inside: tuple[ExplainedCall, ...] = ()
     _report: Report = field(default_factory=Report, repr=False)
 
     @property

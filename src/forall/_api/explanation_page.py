@@ -46,6 +46,7 @@ _STYLE = """
 .forall-explanation > * { max-width: 62rem; margin-left: auto; margin-right: auto; }
 .forall-explanation h1 { font: 600 1.5rem/1.3 ui-monospace, monospace; margin-top: 0;
   margin-bottom: .25rem; overflow-wrap: anywhere; }
+.forall-explanation section + h1 { margin-top: 3rem; font-size: 1.25rem; }
 .forall-explanation h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
 .forall-explanation section { margin-top: 1.75rem; }
 .forall-explanation p { margin-top: .25rem; margin-bottom: .25rem; }
@@ -104,25 +105,31 @@ def make_page(explanation: ExplainedCall) -> str:
 
 def make_fragment(explanation: ExplainedCall) -> str:
     """Return the explanation as one element, with its style."""
-    e = explanation
+    style = f"<style>{_STYLE}</style>"
+    body = _make_body(explanation)
+    inside = [_make_body(e, "inside: ") for e in explanation.inside]
+    return f'<div class="forall-explanation">\n{style}\n{"".join([body, *inside])}\n</div>'
+
+
+def _make_body(e: ExplainedCall, before: str = "") -> str:
+    """Return all sections on one call. The title of a call inside another has a word before it."""
     facts = [format_count(e.examples, "example")] if e.examples else []
     if e.operators:
         facts.append(f"{format_seconds(e.seconds)}, with the profiler on")
-    head = f"<h1>{escape(e.call)}</h1>"
+    head = f"<h1>{before}{escape(e.call)}</h1>"
     if facts:
         head += f'\n<p class="muted">{" · ".join(facts)}</p>'
     colours = _assign_colours(e.steps)
     sections = (
         _make_section("How it ran", _list_ways(e)),
-        _make_section("Replay", _describe_replay(e)),
+        _make_section("Replay", "" if before else _describe_replay(e)),
         _make_section("Examples over steps", _draw_lanes(e, colours)),
         _make_section("Divergence by source line", _list_source(e, colours)),
         _make_section("Functions", _list_functions(e)),
         _make_section("Time and memory by operator", _list_operators(e)),
         _make_section("Recorded program", _show_program(e)),
     )
-    body = "\n".join(filter(None, (head, *sections)))
-    return f'<div class="forall-explanation">\n<style>{_STYLE}</style>\n{body}\n</div>'
+    return "\n".join(filter(None, (head, *sections)))
 
 
 def _make_section(title: str, body: str) -> str:
@@ -259,7 +266,7 @@ def _list_keys(
     ]
     if any(cells.is_pale for cells in paths):
         pale = f"background: {next(iter(colours.values()))}; opacity: .4"
-        items.append(_make_key(pale, "pale: examples for which the test was false", ""))
+        items.append(_make_key(pale, "fainter: examples for which the test was false", ""))
     items.append(_make_key("background: var(--empty)", "the example does not take this step", ""))
     return f'<ul class="key">{"".join(items)}</ul>'
 

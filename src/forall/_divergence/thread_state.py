@@ -47,6 +47,7 @@ class ThreadState(threading.local):
         self.mixed: dict[int, tuple[HeapSlot, Split]] = {}  # see `heap`
         self.loose = False  # True if a varying value was ever made
         self.report: Report | None = None
+        self.inner_reports: list[Report] | None = None  # of the vmaps in another explained call
         self.failed: Any = None  # the lanes that ran when an error was raised that may be caught
         self.runs = 0  # the depth of converted calls that were entered from outside
         self.libraries = LibraryUse(are_converted=False)
@@ -120,9 +121,9 @@ thread = ThreadState()
 
 def _reset_thread(_left: list, _level: int) -> None:
     """Reset the thread after an exception between two instructions ended the outermost call."""
-    report = thread.report
+    report, inner = thread.report, thread.inner_reports
     thread.__init__()
-    thread.report = report
+    thread.report, thread.inner_reports = report, inner
 
 
 exception_safety.PUT_BACK.append(_reset_thread)
