@@ -13,7 +13,7 @@ from functools import lru_cache
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from forall._api.explain_plot import COLOURS, format_count
+from forall._api.explain_plot import COLOURS, clip_text, format_count
 from forall._api.operator_costs import (
     OTHER_TIME,
     find_other_time,
@@ -66,7 +66,10 @@ _STYLE = """
 .forall-explanation td.bar { width: 30%; min-width: 5rem; }
 .forall-explanation td.bar span { display: block; height: .8rem; background: var(--bar);
   border-radius: 2px; }
-@media (max-width: 40rem) { .forall-explanation .bar { display: none; } }
+.forall-explanation .operators td:first-child { white-space: normal; }
+@media (max-width: 40rem) { .forall-explanation .bar { display: none; }
+  .forall-explanation th, .forall-explanation td { padding: .2rem .4rem; }
+  .forall-explanation table { font-size: .8rem; } }
 .forall-explanation .source td { padding-top: 0; padding-bottom: 0; }
 .forall-explanation .source td:nth-child(3) { white-space: pre; }
 .forall-explanation .source td:last-child { width: 50%; }
@@ -148,11 +151,16 @@ def _list_ways(e: ExplainedCall) -> str:
 def _describe_replay(e: ExplainedCall) -> str:
     if e.replay.startswith("no: "):
         return f"<p>Not replayed: {escape(e.replay.removeprefix('no: '))}</p>"
+    # A mapped function is explained as it is.
+    before = "<p>This call was not replayed, so that its examples can be seen.</p>\n"
+    before = before if e.examples else ""
     if e.replay:
-        return f"<p>Replayed: {escape(e.replay)}</p>"
+        return (
+            f"{before}<p>{'Other calls replayed' if before else 'Replayed'}: {escape(e.replay)}</p>"
+        )
     return (
-        "<p>No call was replayed so far. With <code>forall.config.replay</code> on, a function is "
-        "recorded once its calls have taken <code>forall.config.patience</code> seconds.</p>"
+        f"{before}<p>No call was replayed so far. With <code>forall.config.replay</code> on, a "
+        "function is recorded once its calls have taken <code>forall.config.patience</code> seconds.</p>"
     )
 
 
@@ -180,7 +188,7 @@ def _draw_lanes(e: ExplainedCall, colours: dict[SourceLine, str]) -> str:
     lanes = _select_evenly(e.examples, _EXAMPLES)
     rows = {example: row for row, example in enumerate(lanes)}
     paths: dict[_Cells, list[str]] = defaultdict(list)
-    gap = 0.1 if len(columns) <= 100 else 0.0
+    gap = 0.1 if 1 < len(columns) <= 100 else 0.0
     for x, column in enumerate(columns):
         step = e.steps[column]
         stopped = set() if step.true is None else {*step.examples} - {*step.true}
@@ -272,7 +280,7 @@ def _list_keys(
 
 
 def _name_line(place: SourceLine) -> str:
-    return f"<code>{escape(f'{place.near()}   {place.text()}')}</code>"
+    return f"<code>{escape(f'{place.near()}   {clip_text(place.text())}')}</code>"
 
 
 def _make_key(style: str, label: str, count: str) -> str:
@@ -417,7 +425,7 @@ def _list_operators(e: ExplainedCall) -> str:
         '<th class="number">share</th><th class="number">allocated</th><th class="bar"></th></tr>'
     )
     return (
-        f'<div class="wide"><table>{head}{"".join(cells)}</table></div>\n'
+        f'<div class="wide"><table class="operators">{head}{"".join(cells)}</table></div>\n'
         '<p class="muted">Time of the host in this one call, measured by torch\'s profiler, which '
         "makes each operator a little slower. On a GPU it is the time to launch kernels. "
         "Allocated is what operators allocated in all, what was freed again included.</p>"
