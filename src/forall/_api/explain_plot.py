@@ -74,7 +74,7 @@ def _add_legend(
     handles = [
         Patch(
             color=shade,
-            label=f"{place.near()}   {_clip_text(place.text())}   {format_count(n, 'step')}",
+            label=f"{place.near()}   {clip_text(place.text())}   {format_count(n, 'step')}",
         )
         for place, shade, n in zip(places, shades[1:], times, strict=True)
     ]
@@ -91,5 +91,5 @@ def format_count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _clip_text(text: str) -> str:
+def clip_text(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."

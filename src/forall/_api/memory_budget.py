@@ -15,6 +15,7 @@ from forall._compat.lazy_bits import call_with_lazy_bits
 from forall._compat.private_api import DispatchMode, StorageWeakRef
 from forall._compat.storage import get_storage_id, has_memory
 from forall._compat.wrapper_tensor import unwrap_all
+from forall._core.errors import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,18 +84,10 @@ class MemoryBudgetMode(DispatchMode):
         self._bytes = sum(n for _, n in self._made.values())
         if self._bytes > self.limit:
             raise MemoryError(
-                f"{self.words}: tensors take {_format_bytes(self._bytes)}, and may take "
-                f"{_format_bytes(self.limit)}.\n"
+                f"{self.words}: tensors take {format_bytes(self._bytes)}, and may take "
+                f"{format_bytes(self.limit)}.\n"
                 "Pass a larger memory_budget, or make less at once."
             )
-
-
-def _format_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
 
 
 _ROOT = Path("/sys/fs/cgroup")

@@ -25,15 +25,17 @@ from forall._compat.tensor_subclass import is_of_users_class
 from forall._compat.transform_call import call_transform
 from forall._core.call_site import find_users_instruction
 from forall._core.errors import CallOrigin, TransformCall
+from forall._core.levels import stack
+from forall._divergence.converted_call import collect_report
+from forall._divergence.report import Report
+from forall._divergence.thread_state import thread
 from forall._vmap.randomness import CallRandomness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._divergence.report import Report
-
-
 _NOTHING = nullcontext()
+_REPORTED = 8  # vmaps inside an explained call of another transform
 _TENSOR = {torch.Tensor}
 
 
@@ -149,6 +151,8 @@ def vmap(
 
     def run_mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         spec = VmapSpec(func, in_dims, out_dims, randomness, chunk_size)
+        if thread.inner_reports is not None and not stack.listening:
+            return spec.run_inside_explained(options, args, kwargs)
         return spec.run(options, args, kwargs)
 
     return run_mapped
@@ -173,6 +177,16 @@ class VmapSpec(NamedTuple):
     out_dims: Any
     randomness: Any
     chunk_size: Chunk
+
+    def run_inside_explained(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
+        """Run one call inside an explained call of another transform, and report the first few."""
+        reports = thread.inner_reports
+        if reports is None or len(reports) == _REPORTED:
+            return self.run(options, args, kwargs)
+        report = Report()
+        reports.append(report)
+        with collect_report(report):
+            return self.run(options._replace(report=report), args, kwargs)
 
     def run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
         """Run one call of the mapped function."""

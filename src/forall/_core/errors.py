@@ -47,6 +47,15 @@ def format_columns(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"    {line}" for line in lines)
 
 
+def format_bytes(count: float) -> str:
+    """Return a number of bytes as text, in the unit that fits."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
 def format_short(value: object) -> str:
     """Format a tensor as dtype and shape, also within a tree; anything else as a clipped repr."""
     text = " ".join(_format_value(value).split())

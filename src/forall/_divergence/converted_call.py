@@ -215,6 +215,16 @@ def collect_report(report: Report) -> Iterator[None]:
         thread.report = was
 
 
+@contextmanager
+def collect_inner_reports() -> Iterator[list[Report]]:
+    """Context with a list of reports, one of each vmap in the call of another transform."""
+    was, thread.inner_reports = thread.inner_reports, []
+    try:
+        yield thread.inner_reports
+    finally:
+        thread.inner_reports = was
+
+
 def _make_instance(cls: Any, args: tuple, kwargs: dict) -> Any:
     """Make an instance of a class; its ``__init__`` is converted like any function."""
     init = cls.__init__

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from forall._compat import exception_safety
+from forall._core.call_site import OURS, SourceLine, find_users_frame
 from forall._core.levels import stack
 from forall._divergence.heap import HeapSlot, Split, Unsplittable
 from forall._divergence.join import Parts, merge
@@ -46,6 +47,7 @@ class ThreadState(threading.local):
         self.mixed: dict[int, tuple[HeapSlot, Split]] = {}  # see `heap`
         self.loose = False  # True if a varying value was ever made
         self.report: Report | None = None
+        self.inner_reports: list[Report] | None = None  # of the vmaps in another explained call
         self.failed: Any = None  # the lanes that ran when an error was raised that may be caught
         self.runs = 0  # the depth of converted calls that were entered from outside
         self.libraries = LibraryUse(are_converted=False)
@@ -103,11 +105,15 @@ class ThreadState(threading.local):
         if self.loose and slot.varies(self):
             self.loosened[slot.key] = slot
 
-    def report_divergence(self, construct: str, sizes: tuple[int, ...], frames: int = 2) -> None:
-        """Add a divergence to the report, at the line ``frames`` frames further out."""
+    def report_divergence(self, construct: str, answer: Any) -> None:
+        """Add a divergence to the report, at the innermost line of the user's.
+
+        The answer is a pair: the active sets for which the test is true, and false.
+        """
         if self.report is not None:
-            frame = sys._getframe(frames)
-            self.report.note_divergence(construct, sizes, frame.f_code.co_filename, frame.f_lineno)
+            frame = find_users_frame(sys._getframe(1), (OURS,))
+            place = SourceLine(frame.f_code.co_filename, frame.f_lineno)
+            self.report.note_test(construct, place, *answer)
 
 
 thread = ThreadState()
@@ -115,9 +121,9 @@ thread = ThreadState()
 
 def _reset_thread(_left: list, _level: int) -> None:
     """Reset the thread after an exception between two instructions ended the outermost call."""
-    report = thread.report
+    report, inner = thread.report, thread.inner_reports
     thread.__init__()
-    thread.report = report
+    thread.report, thread.inner_reports = report, inner
 
 
 exception_safety.PUT_BACK.append(_reset_thread)

@@ -1,0 +1,56 @@
+"""The parts of an explanation, of which its text, its page and its plot are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from forall._divergence.report import Report
+
+if TYPE_CHECKING:
+    from forall._api.operator_costs import OperatorCost
+    from forall._core.call_site import SourceLine
+    from forall._divergence.report_records import Function, Parting, Step
+
+
+@dataclass(frozen=True)
+class ExplainedCall:
+    """The parts of an `Explanation`, which documents them."""
+
+    call: str
+    result: Any
+    ways: tuple[str, ...]
+    replay: str = ""
+    program: str = ""
+    measured: str = ""
+    converted: tuple[Function, ...] = ()
+    refused: tuple[Function, ...] = ()
+    again: tuple[tuple[str, int], ...] = ()
+    examples: int = 0
+    seconds: float = 0.0
+    operators: tuple[OperatorCost, ...] = ()
+    inside: tuple[ExplainedCall, ...] = ()
+    _report: Report = field(default_factory=Report, repr=False)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The number of examples in each group, if the call ran in groups."""
+        return tuple(self._report.groups)
+
+    @property
+    def partings(self) -> tuple[Parting, ...]:
+        """Each time that examples diverged."""
+        return tuple(self._report.partings)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Each test on values, with the examples that took it."""
+        return tuple(self._report.steps)
+
+    @property
+    def scalar(self) -> tuple[SourceLine, ...]:
+        """The lines where code begins that computes with Python's own values alone.
+
+        It runs together in an explained call, to show its steps, and in others one after another.
+        """
+        return tuple(sorted(self._report.scalar))
