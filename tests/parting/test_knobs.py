@@ -249,6 +249,24 @@ def test_each_step_has_the_examples_that_took_it():
     assert torch.equal(e.result, vmap(root)(XS))
 
 
+def test_a_loop_over_a_range_of_each_example_is_named_by_its_own_line():
+    def doubled(x, n):
+        for _ in range(n.item()):
+            x = 2 * x
+        return x
+
+    def doubled_later(x, n):
+        steps = range(n.item())
+        for _ in steps:
+            x = 2 * x
+        return x
+
+    for f in (doubled, doubled_later):
+        e = forall.explain(vmap(f))(torch.ones(4), torch.tensor([0, 3, 1, 0]))
+        assert e.result.tolist() == [1, 8, 2, 1]
+        assert {p.place.file for p in e.partings} == {__file__}
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_in_groups_and_in_chunks_the_numbers_are_those_of_all(monkeypatch, chunk_size):
     only_groups(monkeypatch)

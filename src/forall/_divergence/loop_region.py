@@ -108,7 +108,7 @@ class LoopRegion(Region):
             if answer is False:
                 return
             if answer is not True:
-                self.t.report_divergence("for", (answer[0].size, answer[1].size), 3)
+                self.t.report_divergence("for", (answer[0].size, answer[1].size))
                 self.parting = answer
                 self.drop_failed(self.noted)
             self.noted = EMPTY

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from forall._compat import exception_safety
+from forall._core.call_site import find_users_frame
 from forall._core.levels import stack
 from forall._divergence.heap import HeapSlot, Split, Unsplittable
 from forall._divergence.join import Parts, merge
@@ -103,10 +104,10 @@ class ThreadState(threading.local):
         if self.loose and slot.varies(self):
             self.loosened[slot.key] = slot
 
-    def report_divergence(self, construct: str, sizes: tuple[int, ...], frames: int = 2) -> None:
-        """Add a divergence to the report, at the line ``frames`` frames further out."""
+    def report_divergence(self, construct: str, sizes: tuple[int, ...]) -> None:
+        """Add a divergence to the report, at the line of the user's that runs."""
         if self.report is not None:
-            frame = sys._getframe(frames)
+            frame = find_users_frame(sys._getframe(1))
             self.report.note_divergence(construct, sizes, frame.f_code.co_filename, frame.f_lineno)
 
 
