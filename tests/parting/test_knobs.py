@@ -298,6 +298,18 @@ def test_why_a_function_is_not_converted():
     assert "while x > 1:" in text
 
 
+def test_a_return_under_no_grad_keeps_all_examples_in_one_run():
+    def f(x):
+        with torch.no_grad():
+            if x > 0:
+                return 2 * x
+        return x
+
+    e = forall.explain(vmap(f))(XS - 2)
+    assert torch.equal(e.result, torch.stack([f(x) for x in XS - 2]))
+    assert e.ways[-1] == "converted, all examples in one run"
+
+
 def test_examples_that_see_each_others_writes_run_in_turn():
     def f(x):
         if x > 5:
