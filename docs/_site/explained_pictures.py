@@ -20,7 +20,9 @@ def draw(script: str, picture: Path) -> bytes:
     source = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, str(picture)]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    ran = subprocess.run(
+        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     if ran.returncode:
         raise RuntimeError(f"{script} failed:\n{ran.stderr}")
     return picture.read_bytes()

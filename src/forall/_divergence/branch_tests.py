@@ -92,7 +92,7 @@ def evaluate_if_exp(test: Any, a: Callable[[], Any], b: Callable[[], Any]) -> An
     answer = evaluate_lane_test(test)
     if type(answer) is bool:
         return a() if answer else b()
-    thread.report_divergence("if else", (answer[0].size, answer[1].size))
+    thread.report_divergence("if else", answer)
     return run_each_set([(answer[0], a), (answer[1], b)], lambda run: run())
 
 
@@ -101,7 +101,7 @@ def evaluate_bool_op(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
     answer = evaluate_lane_test(first)
     if type(answer) is bool:
         return first if answer is stop else rest()
-    thread.report_divergence("or" if stop else "and", (answer[0].size, answer[1].size))
+    thread.report_divergence("or" if stop else "and", answer)
     sides = [(answer[0], lambda: first), (answer[1], rest)]
     if not stop:
         sides = [(answer[0], rest), (answer[1], lambda: first)]

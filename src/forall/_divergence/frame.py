@@ -102,7 +102,7 @@ class Frame(Region):
         answer = evaluate_lane_test(test)
         if type(answer) is bool:
             return YES if answer else NO
-        self.t.report_divergence("if", (answer[0].size, answer[1].size))
+        self.t.report_divergence("if", answer)
         return IfRegion(self, *answer)
 
     def loop(self, *names: str) -> LoopRegion:

@@ -74,7 +74,7 @@ class LoopRegion(Region):
         answer = evaluate_lane_test(test)
         if type(answer) is bool:
             return answer
-        self.t.report_divergence("while", (answer[0].size, answer[1].size))
+        self.t.report_divergence("while", answer)
         self.parting = answer
         return False
 
@@ -108,7 +108,7 @@ class LoopRegion(Region):
             if answer is False:
                 return
             if answer is not True:
-                self.t.report_divergence("for", (answer[0].size, answer[1].size))
+                self.t.report_divergence("for", answer)
                 self.parting = answer
                 self.drop_failed(self.noted)
             self.noted = EMPTY

@@ -47,6 +47,16 @@ class Report:
     ) -> None:
         self.partings.append(Parting(construct, filename, line, sizes))
 
+    def note_test(self, construct: str, place: SourceLine, yes: Any, no: Any) -> None:
+        """Note a test that is true for one active set, and false for the other."""
+        self.note_divergence(construct, (yes.size, no.size), *place)
+        if not self.steps or self.steps[-1].place != place:
+            return
+        root = self.level.root
+        level = yes.get_level(root)
+        if level is not no.get_level(root):  # else only examples of a vmap within diverge
+            self.steps[-1] = self.steps[-1]._replace(true=level.origin.numbers)
+
     def split(self, place: SourceLine, sizes: tuple[int, ...]) -> None:
         """Note that unconverted code is rerun for each of these groups."""
         self.note_divergence(_name_construct(place), sizes, *place)

@@ -22,10 +22,15 @@ class Parting(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A test, and the examples that ran it together, by their index in the whole batch."""
+    """A test, and the examples that ran it together, by their index in the whole batch.
+
+    ``true`` are the examples that went the way of a true test, if they diverged there. It is None
+    where all examples went the same way, and where code runs once for each group.
+    """
 
     place: SourceLine
     examples: Sequence[int]
+    true: Sequence[int] | None = None
 
 
 class Function(NamedTuple):

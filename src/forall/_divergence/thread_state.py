@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from forall._compat import exception_safety
-from forall._core.call_site import find_users_frame
+from forall._core.call_site import OURS, SourceLine, find_users_frame
 from forall._core.levels import stack
 from forall._divergence.heap import HeapSlot, Split, Unsplittable
 from forall._divergence.join import Parts, merge
@@ -104,11 +104,15 @@ class ThreadState(threading.local):
         if self.loose and slot.varies(self):
             self.loosened[slot.key] = slot
 
-    def report_divergence(self, construct: str, sizes: tuple[int, ...]) -> None:
-        """Add a divergence to the report, at the line of the user's that runs."""
+    def report_divergence(self, construct: str, answer: Any) -> None:
+        """Add a divergence to the report, at the innermost line of the user's.
+
+        The answer is a pair: the active sets for which the test is true, and false.
+        """
         if self.report is not None:
-            frame = find_users_frame(sys._getframe(1))
-            self.report.note_divergence(construct, sizes, frame.f_code.co_filename, frame.f_lineno)
+            frame = find_users_frame(sys._getframe(1), (OURS,))
+            place = SourceLine(frame.f_code.co_filename, frame.f_lineno)
+            self.report.note_test(construct, place, *answer)
 
 
 thread = ThreadState()
