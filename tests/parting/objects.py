@@ -370,6 +370,24 @@ def return_from_a_with_block(x):
 
 
 @case(scalars)
+def return_and_break_from_no_grad(x):
+    for k in range(4):
+        with torch.enable_grad(), contextlib.nullcontext():
+            if x > 1.1:
+                break
+            x = x + 0.7
+            if x < -0.9:
+                continue
+            x = x * (1 + 0.1 * k)
+        x = x + 0.1
+    with torch.no_grad():
+        if x < 0.5:
+            return x.sin()
+        y = x * 2
+    return x + y
+
+
+@case(scalars)
 def unpacked_arguments(x):
     def g(*parts, scale=1.0, **named):
         total = sum(parts) * scale

@@ -251,6 +251,24 @@ def test_each_step_has_the_examples_that_took_it():
     assert torch.equal(e.result, vmap(root)(XS))
 
 
+def test_a_loop_over_a_range_of_each_example_is_named_by_its_own_line():
+    def doubled(x, n):
+        for _ in range(n.item()):
+            x = 2 * x
+        return x
+
+    def doubled_later(x, n):
+        steps = range(n.item())
+        for _ in steps:
+            x = 2 * x
+        return x
+
+    for f in (doubled, doubled_later):
+        e = forall.explain(vmap(f))(torch.ones(4), torch.tensor([0, 3, 1, 0]))
+        assert e.result.tolist() == [1, 8, 2, 1]
+        assert {p.place.file for p in e.partings} == {__file__}
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_in_groups_and_in_chunks_the_numbers_are_those_of_all(monkeypatch, chunk_size):
     only_groups(monkeypatch)
@@ -280,6 +298,18 @@ def test_why_a_function_is_not_converted():
     text = str(e)
     assert "not converted, so run once for each group" in text
     assert "while x > 1:" in text
+
+
+def test_a_return_under_no_grad_keeps_all_examples_in_one_run():
+    def f(x):
+        with torch.no_grad():
+            if x > 0:
+                return 2 * x
+        return x
+
+    e = forall.explain(vmap(f))(XS - 2)
+    assert torch.equal(e.result, torch.stack([f(x) for x in XS - 2]))
+    assert e.ways[-1] == "converted, all examples in one run"
 
 
 def test_examples_that_see_each_others_writes_run_in_turn():

@@ -257,15 +257,17 @@ class StatementRewriter:
         return stmts(text, node, LOOP=self.loops[-1])
 
     def _rewrite_with(self, node: ast.With, e: ExpressionRewriter) -> list[ast.stmt]:
+        mark = self.scope.make_name("mark")
         for item in node.items:
-            item.context_expr = expr("F.manager(A)", node, A=e.visit(item.context_expr))
+            made = e.visit(item.context_expr)
+            item.context_expr = expr("F.manager(A, MARK)", node, A=made, MARK=mark)
         targets = [i.optional_vars for i in node.items if i.optional_vars is not None]
         before = [s for t in targets for s in self._log_old_values(t, node)]
         for t in targets:
             if any(isinstance(n, (ast.Attribute, ast.Subscript)) for n in ast.walk(t)):
                 raise CannotConvert("with .. as an attribute or an item", node)
-        mark = self.scope.make_name("mark")
-        node.body = self.rewrite_body(node.body)
+        ended = stmts("MARK.end()", node.body[-1], MARK=mark)
+        node.body = self.rewrite_body(node.body) + ended
         before += stmts("MARK = F.mark()", node, MARK=mark)
         return [*before, node, *stmts("F.unmark(MARK)", node, MARK=mark)]
 

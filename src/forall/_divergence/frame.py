@@ -12,7 +12,10 @@ NOTE. The form of a rewritten function (`forall._ast_rewrite` writes the code):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 from forall._divergence import (
     branch_tests,
@@ -38,12 +41,35 @@ from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.fast_path.operators import evaluate_fused, make_operators
 
 straight = make_operators()
+# Context managers that set what torch asks while their body runs, and nothing else.
+_AMBIENT = frozenset(
+    {torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast, nullcontext}
+)
 _CONVERTED = {-1: lambda v: v, ord("r"): repr, ord("s"): str, ord("a"): ascii}
 
 
 def _format_text(*pieces: Any) -> str:
     """Format an f-string. Each piece is a text, or a value, its conversion and its format."""
     return "".join(p if type(p) is str else format(_CONVERTED[p[1]](p[0]), p[2]) for p in pieces)
+
+
+class WithMark:
+    """The open regions where a ``with`` begins.
+
+    Lanes that leave its body early, by ``return`` or ``break``, do not run when it ends, so they
+    would miss what its managers do there. Managers of torch's settings do nothing for a lane.
+    """
+
+    __slots__ = ("is_ambient", "parted", "t", "top")
+
+    def __init__(self, t: Any) -> None:
+        self.t, self.top, self.parted = t, t.top, t.parted
+        self.is_ambient = True
+
+    def end(self) -> None:
+        """Note that the body has ended without an exception."""
+        if self.is_ambient:
+            self.top, self.parted = self.t.top, self.t.parted
 
 
 class Frame(Region):
@@ -237,24 +263,26 @@ class Frame(Region):
 
     # --- ``with``: an exception that it swallows has left regions open
 
-    def manager(self, value: Any) -> Any:
+    def manager(self, value: Any, mark: WithMark) -> Any:
         if type(value) is Varying:
             value = subscripts.resolve_varying(value)
             if type(value) is Varying:
                 raise Unsplittable("a context manager that is another for some examples")
+        mark.is_ambient = mark.is_ambient and type(value) in _AMBIENT
         return value
 
-    def mark(self) -> tuple:
+    def mark(self) -> WithMark:
         self.t.failed = None
-        return self.t.top, self.t.parted
+        return WithMark(self.t)
 
-    def unmark(self, mark: tuple) -> None:
-        top, parted = mark
+    def unmark(self, mark: WithMark) -> None:
         failed, self.t.failed = self.t.failed, None
-        if self.t.parted != parted or (failed is not None and failed != interface.get_active_set()):
-            raise Unsplittable("an exception was caught that only some examples raised")
-        if self.t.top is not top:
-            close_down_to(self.t, top)
+        if self.t.parted != mark.parted or (
+            failed is not None and failed != interface.get_active_set()
+        ):
+            raise Unsplittable("only some examples leave a with block early")
+        if self.t.top is not mark.top:
+            close_down_to(self.t, mark.top)
 
     # --- names that other functions see
 
