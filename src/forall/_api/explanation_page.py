@@ -160,7 +160,8 @@ def _describe_replay(e: ExplainedCall) -> str:
         )
     return (
         f"{before}<p>No call was replayed so far. With <code>forall.config.replay</code> on, a "
-        "function is recorded once its calls have taken <code>forall.config.patience</code> seconds.</p>"
+        "function is recorded once its calls have taken <code>forall.config.patience</code> "
+        "seconds.</p>"
     )
 
 

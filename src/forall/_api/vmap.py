@@ -151,8 +151,6 @@ def vmap(
 
     def run_mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         spec = VmapSpec(func, in_dims, out_dims, randomness, chunk_size)
-        if thread.inner_reports is not None and not stack.listening:
-            return spec.run_inside_explained(options, args, kwargs)
         return spec.run(options, args, kwargs)
 
     return run_mapped
@@ -166,7 +164,7 @@ def run_and_report(
     ways = {name: options[name] for name in ("divergence", "ragged", "max_steps")}
     how = VmapOptions(**ways, report=report)
     # The outermost call: else one inside it would reset the state of those around when it ends.
-    return call_transform(spec.run, how, args, kwargs)
+    return call_transform(spec._run, how, args, kwargs)
 
 
 class VmapSpec(NamedTuple):
@@ -178,18 +176,17 @@ class VmapSpec(NamedTuple):
     randomness: Any
     chunk_size: Chunk
 
-    def run_inside_explained(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
-        """Run one call inside an explained call of another transform, and report the first few."""
+    def run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
+        """Run one call of the mapped function; report it if it is in another explained call."""
         reports = thread.inner_reports
-        if reports is None or len(reports) == _REPORTED:
-            return self.run(options, args, kwargs)
+        if reports is None or stack.listening or len(reports) == _REPORTED:
+            return self._run(options, args, kwargs)
         report = Report()
         reports.append(report)
         with collect_report(report):
-            return self.run(options._replace(report=report), args, kwargs)
+            return self._run(options._replace(report=report), args, kwargs)
 
-    def run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
-        """Run one call of the mapped function."""
+    def _run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
         func, in_dims, out_dims, randomness, chunk_size = self
         call = TransformCall("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
