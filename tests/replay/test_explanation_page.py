@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import forall
 from forall import explain, grad, hessian, jacrev, jit, jvp, vjp, vmap
 
 X = torch.arange(1.0, 4.0)
@@ -309,6 +310,35 @@ def test_the_profiler_prints_nothing():
     code = "import torch, forall; forall.explain(forall.grad(torch.sum))(torch.ones(3))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == ("", "")
+
+
+TRANSFORMS = {
+    "vmap": (vmap(loss), (X[None],)),
+    "grad": (grad(loss), (X,)),
+    "grad_and_value": (forall.grad_and_value(loss), (X,)),
+    "jacrev": (jacrev(loss), (X,)),
+    "jacfwd": (forall.jacfwd(loss), (X,)),
+    "jacobian": (forall.jacobian(loss), (X,)),
+    "hessian": (hessian(loss), (X,)),
+    "hessian_diag": (forall.hessian_diag(loss), (X,)),
+    "laplacian": (forall.laplacian(loss), (X,)),
+    "hvp": (forall.hvp(loss), (X, X)),
+    "per_example_grad_norm": (forall.per_example_grad_norm(loss, in_dims=(0,)), (X[None],)),
+    "jit": (jit(loss), (X,)),
+    "vjp": (vjp, (loss, X)),
+    "jvp": (jvp, (loss, (X,), (X,))),
+    "linearize": (forall.linearize, (loss, X)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_every_transform_has_a_page_with_operators(name):
+    transformed, args = TRANSFORMS[name]
+    e = explain(transformed)(*args)
+    assert e.call == f"{name}(loss)"
+    assert {"sin", "mul"} <= {c.name for c in e.operators}
+    assert sum(c.allocated for c in e.operators) > 0
+    assert read(e).texts["h1"][0] == e.call
 
 
 # --- a browser -----------------------------------------------------------------------------------

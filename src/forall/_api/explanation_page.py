@@ -151,13 +151,12 @@ def _list_ways(e: ExplainedCall) -> str:
 def _describe_replay(e: ExplainedCall) -> str:
     if e.replay.startswith("no: "):
         return f"<p>Not replayed: {escape(e.replay.removeprefix('no: '))}</p>"
-    # A mapped function is explained as it is.
-    before = "<p>This call was not replayed, so that its examples can be seen.</p>\n"
-    before = before if e.examples else ""
+    replayed, before = "Replayed", ""
+    if e.examples:
+        replayed = "Other calls replayed"
+        before = "<p>This call was not replayed, so that its examples can be seen.</p>\n"
     if e.replay:
-        return (
-            f"{before}<p>{'Other calls replayed' if before else 'Replayed'}: {escape(e.replay)}</p>"
-        )
+        return f"{before}<p>{replayed}: {escape(e.replay)}</p>"
     return (
         f"{before}<p>No call was replayed so far. With <code>forall.config.replay</code> on, a "
         "function is recorded once its calls have taken <code>forall.config.patience</code> "

@@ -17,7 +17,8 @@ class OperatorCost(NamedTuple):
     Attributes:
         name: ``"mul"`` for an operator of torch's, ``"library::name"`` for another.
         calls: how often it ran. A batching rule that runs once for all examples counts once.
-        seconds: on the host, with the operators that it calls. On a GPU that is the time to launch
+        seconds: on the host, with the operators that it calls. In forward mode these include the
+            tangent, unless that is computed in Python. On a GPU that is the time to launch
             its kernels.
         allocated: the bytes that it allocated, on any device. What it freed again is included.
     """

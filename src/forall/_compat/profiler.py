@@ -5,6 +5,9 @@ NOTE [operators in a profile]
     wrapped tensors, with all that Python does, and then what Python runs in its place on ordinary
     tensors. Only the latter does the work. An event counts as an operator if neither it nor an
     operator within leads into Python. The outermost such event is taken, with what it calls.
+
+    In forward mode an operator computes the value itself and calls others for the tangent, which
+    may lead into Python. If it allocated memory itself, it counts alone, without those it called.
 """
 
 from __future__ import annotations
@@ -75,15 +78,18 @@ def _find_operators(roots: list) -> Iterator[OperatorEvent]:
     for i, event in enumerate(events):  # grows, parents come before their children
         events += event.children
         parents += [i] * len(event.children)
-    plain = [_is_operator(event) for event in events]
-    allocated = [_count_bytes(event) for event in events]
+    own = [_is_operator(event) for event in events]
+    plain, allocated = [*own], [_count_bytes(event) for event in events]
     for i in reversed(range(len(events))):
         if (parent := parents[i]) >= 0:
             allocated[parent] += allocated[i]
             plain[parent] &= plain[i] or not _is_call(events[i])
-    for event, parent, ok, size in zip(events, parents, plain, allocated, strict=True):
-        if ok and (parent < 0 or not plain[parent]):
-            yield OperatorEvent(event.name, event.duration_time_ns, size)
+    for i, event in enumerate(events):
+        if plain[i] and (parents[i] < 0 or not plain[parents[i]]):
+            yield OperatorEvent(event.name, event.duration_time_ns, allocated[i])
+        elif own[i] and not plain[i] and (alone := sum(map(_count_bytes, event.children))):
+            within = sum(child.duration_time_ns for child in event.children)
+            yield OperatorEvent(event.name, max(0, event.duration_time_ns - within), alone)
 
 
 def _is_call(event: Any) -> bool:
