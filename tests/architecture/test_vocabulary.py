@@ -10,7 +10,9 @@ import pytest
 import counts
 
 # Public functions that are named by a participle alone.
-PUBLIC = {"_api.stacked:stacked", "_api.torch_func_patch:installed"}
+PUBLIC = {"_api.stacked:stacked", "_api.torch_func_patch:installed"} | {
+    f"_api.explained_call:ExplainedCall.{name}" for name in ("converted", "refused", "again")
+}
 
 # What users see: a field of `forall.config`, and the entries of a report of `explain`.
 FIELDS = {"parting", "Parting"}

@@ -124,9 +124,6 @@ class Explanation(ExplainedCall):
         program: the recorded program of such calls, one operator a line, if there is one.
         measured: how other calls with so many examples run, and how long that takes, if
             `forall.config.parting` finds it out. An explained call runs together.
-        converted: the functions whose source was converted.
-        refused: the functions whose source was not converted, with the reason.
-        again: the calls in which examples diverged, and how often each ran again for a group.
         examples: the number of examples of a `vmap`, else 0.
         seconds: how long the call took, while it was measured.
         operators: the calls, seconds and bytes allocated of each operator, the longest first.
@@ -259,16 +256,13 @@ def _describe_mapped(
     """Return the explanation of the call of a `vmap` that filled this report."""
     origin = report.level and report.level.origin
     func, size = (mapped, 0) if origin is None else (origin.call.func, origin.size)
-    report.level, functions = None, report.functions.values()
+    report.level = None
     return Explanation(
         f"vmap({_name_nested(func)})",
         measured.result,
         tuple(report.ways) or ("by torch's own vmap, which tells nothing",),
         replay,
         measured=loop_or_batch.describe_choice(find_code(func), size),
-        converted=tuple(f for f in functions if not f.why),
-        refused=tuple(f for f in functions if f.why),
-        again=tuple(report.again.items()),
         examples=size,
         seconds=measured.seconds,
         operators=measured.operators,

@@ -23,14 +23,26 @@ class ExplainedCall:
     replay: str = ""
     program: str = ""
     measured: str = ""
-    converted: tuple[Function, ...] = ()
-    refused: tuple[Function, ...] = ()
-    again: tuple[tuple[str, int], ...] = ()
     examples: int = 0
     seconds: float = 0.0
     operators: tuple[OperatorCost, ...] = ()
     inside: tuple[ExplainedCall, ...] = ()
     _report: Report = field(default_factory=Report, repr=False)
+
+    @property
+    def converted(self) -> tuple[Function, ...]:
+        """The functions whose source was converted."""
+        return tuple(f for f in self._report.functions.values() if not f.why)
+
+    @property
+    def refused(self) -> tuple[Function, ...]:
+        """The functions whose source was not converted, with the reason."""
+        return tuple(f for f in self._report.functions.values() if f.why)
+
+    @property
+    def again(self) -> tuple[tuple[str, int], ...]:
+        """The calls in which examples diverged, and how often each ran again for a group."""
+        return tuple(self._report.again.items())
 
     @property
     def groups(self) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from forall._core.errors import CallOrigin, TransformCall
 from forall._core.levels import stack
 from forall._divergence.converted_call import collect_report
 from forall._divergence.report import Report
-from forall._divergence.thread_state import thread
+from forall._divergence.thread_state import inner
 from forall._vmap.randomness import CallRandomness
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class VmapSpec(NamedTuple):
 
     def run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
         """Run one call of the mapped function; report it if it is in another explained call."""
-        reports = thread.inner_reports
+        reports = inner.reports
         if reports is None or stack.listening or len(reports) == _REPORTED:
             return self._run(options, args, kwargs)
         report = Report()

@@ -18,7 +18,13 @@ from forall._divergence import pure_call, subscripts
 from forall._divergence.heap import CONTAINERS, Unsplittable, slot_of
 from forall._divergence.join import merge
 from forall._divergence.report import Report
-from forall._divergence.thread_state import ThreadState, close_down_to, run_each_set, thread
+from forall._divergence.thread_state import (
+    ThreadState,
+    close_down_to,
+    inner,
+    run_each_set,
+    thread,
+)
 from forall._divergence.user_code import (
     OTHERS,
     USERS,
@@ -218,11 +224,12 @@ def collect_report(report: Report) -> Iterator[None]:
 @contextmanager
 def collect_inner_reports() -> Iterator[list[Report]]:
     """Context with a list of reports, one of each vmap in the call of another transform."""
-    was, thread.inner_reports = thread.inner_reports, []
+    was, found = inner.reports, []
+    inner.reports = found
     try:
-        yield thread.inner_reports
+        yield found
     finally:
-        thread.inner_reports = was
+        inner.reports = was
 
 
 def _make_instance(cls: Any, args: tuple, kwargs: dict) -> Any:

@@ -47,7 +47,6 @@ class ThreadState(threading.local):
         self.mixed: dict[int, tuple[HeapSlot, Split]] = {}  # see `heap`
         self.loose = False  # True if a varying value was ever made
         self.report: Report | None = None
-        self.inner_reports: list[Report] | None = None  # of the vmaps in another explained call
         self.failed: Any = None  # the lanes that ran when an error was raised that may be caught
         self.runs = 0  # the depth of converted calls that were entered from outside
         self.libraries = LibraryUse(are_converted=False)
@@ -116,14 +115,21 @@ class ThreadState(threading.local):
             self.report.note_test(construct, place, *answer)
 
 
+class InnerReports(threading.local):
+    """The reports of the vmaps inside an explained call of another transform."""
+
+    reports: list[Report] | None = None
+
+
 thread = ThreadState()
+inner = InnerReports()
 
 
 def _reset_thread(_left: list, _level: int) -> None:
     """Reset the thread after an exception between two instructions ended the outermost call."""
-    report, inner = thread.report, thread.inner_reports
+    report = thread.report
     thread.__init__()
-    thread.report, thread.inner_reports = report, inner
+    thread.report = report
 
 
 exception_safety.PUT_BACK.append(_reset_thread)
