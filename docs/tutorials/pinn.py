@@ -40,8 +40,8 @@ def solution(p):
 # %% [markdown]
 # ## The network, at one point
 #
-# The factor $16\, x (1 - x) y (1 - y)$, which is 1 in the middle, makes it zero at the border. So no
-# loss is needed there.
+# The factor $16\, x (1 - x) y (1 - y)$, which is 1 in the middle, makes it zero at the border. So
+# no loss is needed there.
 
 # %%
 network = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
