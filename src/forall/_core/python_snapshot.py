@@ -4,6 +4,10 @@ Before any part of a function runs twice, the state that it can reach is restore
 its arguments, its closure, its defaults, the object that it is bound to, and the globals that it or
 a function it calls names; and by what these hold. Effects outside the process (print, files), the
 position of iterators and the contents of caches are not restored.
+
+Nor are the objects of a program that runs the user's, as pytest and Jupyter do. A function leads to
+them by its `assert`, which pytest rewrites to call its own code. Their threads change them while
+the function runs, and to restore them would undo that: a worker of pytest-xdist ran a test again.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from forall._core.python_state import (
     is_library_object,
     is_not_users,
     is_not_users_module,
+    is_runners_module,
     module_name_of,
     names_of,
 )
@@ -103,6 +108,8 @@ class PythonSnapshot:
         A library's function, a transform's wrapper for example, may capture one of the user's.
         """
         left, own = self.walk.left, func.__dict__
+        if is_runners_module(module_name_of(func)):
+            return
         if is_not_users_module(module_name_of(func)):
             left += list_inner_callables(func)
             return
@@ -139,7 +146,7 @@ class PythonSnapshot:
         """Visit the value of a variable; of a user's module, the values that code may name."""
         if _visitors[type(value)] is not None:
             self.walk.left.append(value)
-        elif isinstance(value, ModuleType) and not is_not_users_module(value.__name__):
+        elif isinstance(value, ModuleType) and not _is_left_alone(value.__name__):
             self._visit_module(value, names_of(code))
 
     def _visit_module(self, module: ModuleType, words: frozenset[str]) -> None:
@@ -147,7 +154,7 @@ class PythonSnapshot:
         modules = [module]
         for inside in modules:
             names = vars(inside)
-            for name in () if is_not_users_module(inside.__name__) else words:
+            for name in () if _is_left_alone(inside.__name__) else words:
                 value = names.get(name, UNSET)
                 self.names.append((names, name, value))
                 if not isinstance(value, ModuleType):
@@ -303,6 +310,10 @@ class PythonSnapshot:
                 container[... if is_ndarray(container) else slice(None)] = held
 
 
+def _is_left_alone(module: str) -> bool:
+    return is_not_users_module(module) or is_runners_module(module)
+
+
 def _holds_same(one: Any, other: Any) -> bool:
     """True if two containers of one class hold the same objects in the same order."""
     if is_ndarray(one):
@@ -343,6 +354,8 @@ def _restore_class(kind: type, state: dict[str, Any]) -> None:
 
 def _choose_visitor(kind: type) -> Callable[[PythonSnapshot, Any], None] | None:
     """Return the function that takes objects of a class; None if they hold no state of Python's."""
+    if is_runners_module(module_of(kind)):
+        return None
     visits = [visit for kinds, visit in _VISITORS if issubclass(kind, kinds)][:1]
     if module_of(kind) in _DATA_MODULES or issubclass(kind, _LEAVES):
         is_array = kind.__name__ == "ndarray"

@@ -35,6 +35,12 @@ _LIBRARIES = frozenset(
     | {"pybind11_builtins"}  # the module of base classes of torch's
 )
 
+# Programs that run the user's, in whose state other threads write meanwhile.
+_RUNNERS = frozenset(
+    {"pytest", "_pytest", "pluggy", "xdist", "execnet", "coverage", "debugpy", "pydevd"}
+    | {"IPython", "ipykernel", "jupyter_client", "traitlets", "tornado", "zmq"}
+)
+
 
 def is_library_object(thing: Any) -> bool:
     return is_library_module(module_of(thing))
@@ -66,6 +72,12 @@ def is_installed_module(module: str) -> bool:
     """Return True if a module is of an installed package, which users seldom write themselves."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
+
+
+@functools.lru_cache(maxsize=4096)
+def is_runners_module(module: str) -> bool:
+    """Return True if a module is of a program that runs the user's: pytest, Jupyter, a debugger."""
+    return module.partition(".")[0] in _RUNNERS
 
 
 def is_ours(func: FunctionType) -> bool:

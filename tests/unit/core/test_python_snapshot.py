@@ -1,5 +1,7 @@
 """What is put back before a function runs once more."""
 
+import pytest
+
 from forall._core.python_snapshot import PythonSnapshot
 from forall._core.python_state import globals_of, names_of
 
@@ -60,3 +62,30 @@ def test_empty_containers_of_an_object_are_emptied_again():
     before.restore()
     assert thing.seen == []
     assert thing.names == {}
+
+
+def asserts(value, held):
+    LOG.append(value)
+    assert value == held, "the message"
+
+
+def test_objects_of_the_program_that_runs_the_tests_are_left_alone(request, monkeypatch):
+    before = PythonSnapshot(asserts, (request, {"patch": monkeypatch}))
+    taken = [*before.attributes, *before.contents, *before.functions, *before.classes]
+    modules = {type(row[0]).__module__ for row in taken}
+    modules |= {getattr(row[0], "__module__", "") for row in taken}
+    roots = {module.partition(".")[0] for module in modules if isinstance(module, str)}
+    assert roots.isdisjoint({"_pytest", "pytest", "pluggy", "xdist", "execnet"})
+    assert len(taken) < 20, taken
+
+
+def test_what_another_thread_of_the_test_runner_writes_stays(request):
+    before = PythonSnapshot(asserts, (1, 2))
+    request.config.stash[_written] = True
+    LOG.append(1)
+    before.restore()
+    assert request.config.stash[_written]
+    assert LOG == []
+
+
+_written = pytest.StashKey[bool]()
