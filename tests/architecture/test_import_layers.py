@@ -11,6 +11,7 @@ LAYERS = {
     "_ast_rewrite": 0,
     "_core": 1,
     "_jit": 2,
+    "_mesh": 2,
     "_random": 2,
     "_vmap": 3,
     "_autodiff": 3,

@@ -24,6 +24,14 @@ class Config:
     With ``"measured"`` the first calls find out which of the two takes less time. Results of the
     two may differ by a rounding. Set from ``FORALL_PARTING`` at the start.
 
+    ``agree``: when the ranks of a mesh make sure that all are at the same place of the program.
+    With ``"each"``, before each message between them and at the end of a call; with ``"call"``, at
+    its start and its end alone, so that ranks that come to different messages may wait until the
+    timeout; with ``"never"``, not at all, as with torch.distributed alone.
+
+    ``rank_timeout``: the seconds that a rank waits for others; None for the timeout of the process
+    group.
+
     Example:
         >>> forall.config.replay = False                           # each call runs as it is
         >>> forall.config.replay = True
@@ -32,6 +40,8 @@ class Config:
     replay: bool | str = True
     patience: float = 0.05
     parting: str = "measured"
+    agree: str = "each"
+    rank_timeout: float | None = None
 
 
 def parse_replay(word: str) -> bool | str:

@@ -32,6 +32,21 @@ _WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
 _FIRST: dict[str, SourceLine] = {}
 
 
+class RankError(RuntimeError):
+    """An error on every rank of a mesh: a rank failed, or the ranks came to different places.
+
+    ``rank`` is the rank that failed, None if none did. ``text`` is what it said of its error.
+    """
+
+    rank: int | None = None
+    text: str = ""
+    is_lost = False  # the process group cannot be used any more
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.told: set[str] = set()  # the process groups whose ranks all raise it
+
+
 def warn_slow_path(text: str) -> None:
     """Warn of a slow path at the user's line; once, unless the user's filters show more."""
     place = _FIRST.get(text)

@@ -24,6 +24,7 @@ import torch
 from torch.nn import Module
 
 from forall._compat.private_api import module_of
+from forall._core import communication_log
 from forall._core.python_state import (
     UNSET,
     UnguardedState,
@@ -79,6 +80,7 @@ class PythonSnapshot:
         "functions",
         "generators",
         "left",
+        "messages",
         "names",
         "waiting",
         "walk",
@@ -92,6 +94,7 @@ class PythonSnapshot:
         self.functions: list[tuple[FunctionType, tuple]] = []
         self.classes: list[tuple[type, dict[str, Any]]] = []
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # restored by callers
+        self.messages = communication_log.get_position()
         self.left = {**_MOST}
         self.asked = {*_NAMES_TORCH_CALLS}  # names in the code of functions
         self.waiting: dict[str, list[Any]] = {}  # methods that are visited if code names them
@@ -279,6 +282,7 @@ class PythonSnapshot:
         )
 
     def restore(self) -> None:
+        communication_log.rewind_log(self.messages)
         for func, state in self.functions:
             for name, value in zip(FUNCTION_ATTRIBUTES, state, strict=True):
                 if getattr(func, name) is not value:

@@ -1,0 +1,81 @@
+"""The log of what a call has communicated, so that a part of it that runs again does not do so again.
+
+A transform may undo a run of a function and run it once more. What the function has sent to other
+processes cannot be undone: they would wait for nothing, or take one message for another. So the
+results of all messages are kept as long as the outermost call runs. A run that is made again reads
+them there, at the same places.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from forall._compat.exception_safety import RestoredState, open_calls
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LogEntry(NamedTuple):
+    """One message: its description, a hash of what was sent, and the result."""
+
+    what: str
+    sent: int
+    result: torch.Tensor
+
+
+class CommunicationLog:
+    """The messages of one outermost call, and how many of them the present run has come to."""
+
+    __slots__ = ("call", "entries", "position")
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.entries: list[LogEntry] = []
+        self.position = 0
+
+    def read_next(self) -> LogEntry | None:
+        """Return the entry that the run comes to, and go past it; None at the end of the log."""
+        if self.position == len(self.entries):
+            return None
+        self.position += 1
+        return self.entries[self.position - 1]
+
+    def add(self, entry: LogEntry) -> None:
+        self.entries.append(entry)
+        self.position += 1
+
+
+class _Newest(RestoredState):
+    log: CommunicationLog | None = None  # may be of a call that has ended
+
+
+_newest = _Newest.make_instance(idle=True)
+
+
+def get_log() -> CommunicationLog | None:
+    """Return the log of the outermost call that runs in this thread; None outside of calls."""
+    call = open_calls.before
+    if call is None:
+        return None
+    if _newest.log is None or _newest.log.call is not call:
+        _newest.log = CommunicationLog(call)
+    return _newest.log
+
+
+def drop_log() -> None:
+    """Forget the messages: no run that came to them can be undone any more."""
+    _newest.log = None
+
+
+def get_position() -> int:
+    """Return how many messages the outermost call has come to."""
+    log = _newest.log
+    return 0 if log is None or log.call is not open_calls.before else log.position
+
+
+def rewind_log(position: int) -> None:
+    """Go back to a place in the log, since what came after it is undone and runs again."""
+    log = _newest.log
+    if log is not None and log.call is open_calls.before:
+        log.position = position

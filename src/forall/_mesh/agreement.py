@@ -1,0 +1,277 @@
+"""The agreement of ranks: before ranks communicate, all of them say at which place they are.
+
+NOTE [agreement]
+    Ranks that come to different messages wait for each other, or take one message for another. So
+    before a message each rank sends four numbers: if it has failed, the number of the call, the
+    number of the message, and a hash of its description (kind, dtype, shape, the user's line). If
+    all are equal, they communicate. If not, they exchange texts, and all raise a `RankError` that
+    has them. A rank whose code raises sends its error at this place. One more agreement ends a
+    call, so that either all ranks return or all raise, and the group can be used again.
+
+NOTE [one sequence of messages]
+    A call makes the same messages however it runs: as it is, undone and run again, or converted. A
+    run that is made again reads in the log what an earlier one was sent, see `communication_log`.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from forall._compat import process_groups
+from forall._compat.dispatch_state import no_dispatch
+from forall._core import communication_log, config
+from forall._core.call_site import OURS, TORCH, find_users_line
+from forall._core.communication_log import LogEntry
+from forall._core.errors import RankError
+from forall._core.levels import stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from forall._core.errors import TransformCall
+    from forall._mesh.rank_group import RankGroup
+
+_GOES_ON, _FAILED = 0, 1
+_END = "the end"
+_SECONDS_OF_ROLL_CALL = 1.0
+
+
+class RankCall:
+    """A context: one call over a group, which starts and ends with an agreement of its ranks.
+
+    ``sizes`` are the numbers of examples that the ranks have. They are exchanged where the ranks
+    agree to begin. A call inside another over the same group leaves the end to that one.
+    """
+
+    def __init__(self, group: RankGroup, call: TransformCall, size: int) -> None:
+        self.group = group
+        self.call = call
+        self.size = size
+        self.sizes: list[int] = []
+        self.is_inside = False
+
+    def __enter__(self) -> Self:
+        group, thread = self.group, threading.get_ident()
+        if group.thread not in (None, thread):
+            raise RuntimeError(
+                f"{self.call}: another thread makes a call over axis {group.axis!r} of this mesh.\n"
+                "Ranks would take the messages of one for those of the other. Make one call after "
+                "the other, or give each thread a mesh of its own."
+            )
+        self.is_inside = group.thread is not None
+        group.thread = thread
+        try:
+            self.sizes = self._agree(f"the start of {self.call}", begins=not self.is_inside)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if self.is_inside or _is_signal(error):
+                return
+            if error is None:
+                self._agree(_END)
+            elif not (isinstance(error, RankError) and self.group.id in error.told):
+                _tell_failure(self.group, error)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if not self.is_inside:
+            self.group.thread = None
+        if stack.top is None:
+            communication_log.drop_log()
+
+    def _agree(self, what: str, *, begins: bool = False) -> list[int]:
+        """Return the size of each rank: from the log, if this run is made again."""
+        log = communication_log.get_log()
+        entry = None if log is None else log.read_next()
+        if entry is not None:
+            _check_same_message(entry, what, self.size)
+            return entry.result.tolist()
+        if begins:
+            self.group.calls += 1
+            self.group.position = 0
+        sizes = _agree(self.group, what, self.call, self.size)
+        if log is not None:
+            with _plain_tensors():
+                log.add(LogEntry(what, self.size, torch.tensor(sizes)))
+        return sizes
+
+
+def _is_signal(error: BaseException | None) -> bool:
+    """Return True for a signal of forall's own: the run that it ends is made again."""
+    return error is not None and not isinstance(
+        error, (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
+    )
+
+
+def communicate(
+    group: RankGroup,
+    kind: str,
+    x: torch.Tensor,
+    run: Callable[[float | None], torch.Tensor],
+    *,
+    rows_differ: bool = False,
+) -> torch.Tensor:
+    """Return ``run(limit)``, a message of all ranks, once all of them have come to it.
+
+    With ``rows_differ`` the ranks may have unlike numbers of rows.
+    """
+    sizes = ["_", *x.shape[1:]] if rows_differ else x.shape
+    shape = ", ".join(map(str, sizes))
+    dtype = str(x.dtype).removeprefix("torch.")
+    line = find_users_line()
+    what = f"{kind} of {dtype}[{shape}] at {line.near()}"
+    log = communication_log.get_log()
+    entry = None if log is None else log.read_next()
+    sent = 0 if log is None else _hash_values(x)
+    if entry is not None:
+        _check_same_message(entry, what, sent)
+        return entry.result.clone()
+    if config.now.agree == "each":
+        _agree(group, what, None)
+    try:
+        result = run(config.now.rank_timeout)
+    except RuntimeError as error:
+        raise _make_lost_error(group, what, error) from error
+    if log is not None:
+        log.add(LogEntry(what, sent, result))
+        return result.clone()
+    return result
+
+
+def _check_same_message(entry: LogEntry, what: str, sent: int) -> None:
+    if entry.what != what or entry.sent != sent:
+        same = " with other values" if entry.what == what else ""
+        raise RuntimeError(
+            "A part of a function ran once more, and sent another message than before.\n"
+            f"    before  {entry.what}\n    now     {what}{same}\n"
+            "The function must do the same each time it runs with the same arguments."
+        )
+
+
+def _hash_values(x: torch.Tensor) -> int:
+    if not x.numel():
+        return 0
+    with _plain_tensors(), torch.no_grad():
+        plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
+        return int(torch.hash_tensor(plain.contiguous()))
+
+
+def _agree(group: RankGroup, what: str, call: TransformCall | None, size: int = 0) -> list[int]:
+    """Return ``size`` of each rank, once all ranks are seen to be at this place."""
+    header = (_GOES_ON, group.calls, group.position, zlib.crc32(what.encode()))
+    group.position += 1
+    rows = _exchange_headers(group, (*header, size), what)
+    if all(tuple(row[:4]) == header for row in rows):
+        return [row[4] for row in rows]
+    texts = _exchange_texts(group, what)
+    _count_alike(group, rows)
+    raise _make_rank_error(group, rows, texts, call)
+
+
+def _tell_failure(group: RankGroup, error: BaseException) -> None:
+    """Tell the other ranks of an error of this one, at the place where they wait for it."""
+    if isinstance(error, RankError) and error.is_lost:
+        return
+    message = str(error).splitlines()[:1]
+    text = f"{type(error).__name__}: {''.join(message)}{_find_line(error)}"
+    try:
+        rows = _exchange_headers(group, (_FAILED, group.calls, group.position, 0, 0), text)
+        _exchange_texts(group, text)
+    except RankError:
+        return  # the error itself says more
+    _count_alike(group, rows)
+
+
+def _count_alike(group: RankGroup, rows: list[list[int]]) -> None:
+    """Make all ranks count calls alike from here on, after some came to other places."""
+    group.calls = max(row[1] for row in rows)
+
+
+def _find_line(error: BaseException) -> str:
+    """Return where the user's code raised an error, as text."""
+    trace, found = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith((TORCH, OURS)):
+            found = f" ({code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return found
+
+
+def _exchange_headers(group: RankGroup, header: tuple[int, ...], what: str) -> list[list[int]]:
+    try:
+        with _plain_tensors():
+            return process_groups.gather_words(
+                header, group.size, group.control, config.now.rank_timeout
+            )
+    except RuntimeError as error:
+        raise _make_lost_error(group, what, error) from error
+
+
+def _exchange_texts(group: RankGroup, text: str) -> list[str]:
+    try:
+        with _plain_tensors():
+            return process_groups.gather_texts(
+                text, group.size, group.control, config.now.rank_timeout
+            )
+    except RuntimeError as error:
+        raise _make_lost_error(group, text, error) from error
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Make tensors that no mode and no level sees."""
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        yield
+
+
+def _make_rank_error(
+    group: RankGroup, rows: list[list[int]], texts: list[str], call: Any
+) -> RankError:
+    """Return the error that all ranks raise."""
+    failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
+    lines = [
+        f"    rank {rank}   {'failed: ' if rank in failed else 'came to '}{text}"
+        for rank, text in enumerate(texts)
+    ]
+    title = (
+        "a rank failed, so no rank has a result."
+        if failed
+        else "the ranks came to different places."
+    )
+    prefix = "" if call is None else f"{call}: "
+    first = failed[0] if failed else None
+    found = RankError(f"{prefix}{title}\n" + "\n".join(lines))
+    found.rank, found.text = first, "" if first is None else texts[first]
+    found.told.add(group.id)
+    return found
+
+
+def _make_lost_error(group: RankGroup, what: str, error: RuntimeError) -> RankError:
+    """Return the error of a message that failed: a process has ended, or has not come in time."""
+    place = f"forall/{group.id}/{group.calls}"
+    absent = process_groups.find_absent_ranks(place, group.rank, group.size, _SECONDS_OF_ROLL_CALL)
+    names = ", ".join(map(str, absent))
+    title = (
+        f"rank {names} has ended, or has not come to this place." if absent else "a message failed."
+    )
+    found = RankError(
+        f"{title}\n    rank {group.rank}   came to {what}\n    torch    {str(error).splitlines()[0]}\n"
+        "The process group is lost. Start the processes again, for example by "
+        "torchrun --max-restarts."
+    )
+    found.rank = absent[0] if absent else None
+    found.text = str(error)
+    found.is_lost = True
+    found.told.add(group.id)
+    return found

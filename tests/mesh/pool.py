@@ -1,0 +1,128 @@
+"""A pool of processes, each a rank of one gloo group on the loopback, that call functions by name.
+
+A function of `programs` is called on the ranks of a subgroup, with a mesh of one dim over them. The
+pool returns what each rank returned, or the text of what it raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60.0  # that a function may take on all ranks
+
+
+@dataclass
+class Raised:
+    """What a rank raised."""
+
+    kind: str
+    text: str
+    trace: str
+
+
+class RanksLostError(Exception):
+    """Some ranks gave no answer in time, or their processes have ended."""
+
+
+class Pool:
+    """Processes that are started once, and answer calls until one of them is lost."""
+
+    def __init__(self, size: int, timeout: float = 20.0) -> None:
+        self.size = size
+        self.folder = tempfile.TemporaryDirectory()
+        # A server that has imported torch once is copied for each process.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["mesh.programs"])
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, size, self.folder.name, timeout), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(
+        self, name: str, *args: Any, size: int | None = None, seconds: float = SECONDS
+    ) -> list[Any]:
+        """Return what ``programs.name(mesh, *args)`` returns on each of the first ranks."""
+        size = size or self.size
+        for pipe in self.pipes[:size]:
+            pipe.send((name, size, args))
+        answers: dict[int, Any] = {}
+        while len(answers) < size:
+            left = [r for r in range(size) if r not in answers]
+            ready = wait([self.pipes[r] for r in left], timeout=seconds)
+            if not ready:
+                raise RanksLostError(f"{name}: no answer of ranks {left} in {seconds:.0f} s")
+            for rank in left:
+                if self.pipes[rank] in ready:
+                    try:
+                        answers[rank] = self.pipes[rank].recv()
+                    except EOFError:
+                        answers[rank] = Raised("Ended", "the process has ended", "")
+        return [answers[rank] for rank in range(size)]
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.processes[rank].pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.folder.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
+    programs = importlib.import_module("mesh.programs")
+    meshes: dict[int, DeviceMesh] = {}
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            break
+        if job is None:
+            break
+        name, among, args = job
+        if among not in meshes:
+            group = dist.new_group([*range(among)], use_local_synchronization=True)
+            meshes[among] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
+        try:
+            answer = getattr(programs, name)(meshes[among], *args)
+        except BaseException as error:
+            answer = Raised(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send(answer)
+    dist.destroy_process_group()
