@@ -8,6 +8,18 @@ from torch.func import functionalize, replace_all_batch_norm_modules_
 
 from forall import random as random
 from forall._api.chunk_size import Chunks
+from forall._api.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+)
 from forall._api.debug_unwrap import debug_unwrap
 from forall._api.explain import Explanation, explain
 from forall._api.functional_call import functional_call, stack_module_state
@@ -29,7 +41,11 @@ __all__ = [
     "Chunks",
     "Explanation",
     "PerformanceWarning",
+    "all_gather",
+    "all_to_all",
     "associative_scan",
+    "axis_index",
+    "axis_size",
     "cond",
     "config",
     "debug_unwrap",
@@ -53,6 +69,12 @@ __all__ = [
     "linearize",
     "map",
     "per_example_grad_norm",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
     "rearrange",
     "replace_all_batch_norm_modules_",
     "scan",

@@ -75,6 +75,15 @@ def test_importing_forall_imports_no_compiler():
     assert run.stdout.strip() == ""
 
 
+def test_importing_forall_imports_nothing_of_torch_distributed():
+    code = (
+        "import sys, torch; before = set(sys.modules); import forall; "
+        "print(*(n for n in set(sys.modules) - before if n.startswith('torch.distributed')))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
+
+
 def test_importing_forall_imports_no_tracer_before_the_first_jit():
     code = (
         "import sys, forall; loaded = lambda: 'forall._jit.tracing.trace_call' in sys.modules; "

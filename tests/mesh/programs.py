@@ -1,190 +1,139 @@
-"""Functions that the ranks of a pool call, by name. The first argument is a mesh of one dim."""
+"""Programs of collectives, run by named axes or written out on the stack of all examples.
 
-import time
+A program is a function of (c, x), where ``c`` has the collectives. `Named` are forall's. `Explicit`
+takes the examples of all axes at once, as leading dims, and knows nothing of vmap.
+"""
 
 import torch
-import torch.distributed as dist
 
 import forall
-from forall._core.errors import TransformCall
-from forall._mesh import rank_operators
-from forall._mesh.agreement import RankCall
-from forall._mesh.rank_group import get_rank_group
+
+Tensor = torch.Tensor
 
 
-def call_operators(mesh):
-    group = get_rank_group(mesh)
-    r, n = group.rank, group.size
-    sizes = [k + 1 for k in range(n)]
-    x = torch.arange(3.0) + 10 * r
-    rows = torch.full((r + 1, 2), float(r))
-    found = {}
-    with RankCall(group, TransformCall("vmap", call_operators), r + 1) as call:
-        found["sizes"] = call.sizes
-        found["sum"] = rank_operators.reduce(x, "sum", group)
-        found["max"] = rank_operators.reduce(x, "max", group)
-        found["any"] = rank_operators.reduce(x > 11, "max", group)
-        found["complex"] = rank_operators.reduce(torch.complex(x, -x), "sum", group)
-        found["rows"] = rank_operators.gather(rows, sizes, group)
-        found["scattered"] = rank_operators.scatter(torch.ones(sum(sizes), 2), sizes, group)
-        give = torch.arange(n).repeat_interleave(2) + 100 * r
-        found["given"] = rank_operators.exchange(give, [2] * n, [2] * n, group)
-        w = x.clone().requires_grad_()
-        total = (rank_operators.reduce(w, "sum", group) ** 2).sum()
-        found["gradient"] = torch.autograd.grad(total, w)[0]
-    return found
+class Named:
+    """The collectives of forall, in a function of one example."""
+
+    psum = staticmethod(forall.psum)
+    pmean = staticmethod(forall.pmean)
+    pmax = staticmethod(forall.pmax)
+    pmin = staticmethod(forall.pmin)
+    all_gather = staticmethod(forall.all_gather)
+    psum_scatter = staticmethod(forall.psum_scatter)
+    all_to_all = staticmethod(forall.all_to_all)
+    ppermute = staticmethod(forall.ppermute)
+    axis_size = staticmethod(forall.axis_size)
+
+    @staticmethod
+    def index(name, _x):
+        """Return the number of the example, to be broadcast with ``x``."""
+        return forall.axis_index(name)
+
+    @staticmethod
+    def dims(x):
+        return x.dim()
 
 
-def time_call(mesh, count):
-    group = get_rank_group(mesh)
-    x = torch.ones(10)
-    with RankCall(group, TransformCall("vmap", time_call), 1):
-        rank_operators.reduce(x, "sum", group)
-        start = time.perf_counter()
-        for _ in range(count):
-            rank_operators.reduce(x, "sum", group)
-        ours = time.perf_counter() - start
-    start = time.perf_counter()
-    for _ in range(count):
-        dist.all_reduce(x.clone(), group=group.group)
-    return ours / count, (time.perf_counter() - start) / count
+class Explicit:
+    """The same on stacks: the examples of axis i are dim i, those of an example come after."""
+
+    def __init__(self, **sizes):
+        self.sizes = sizes
+        self.names = [*sizes]
+
+    def dims(self, x):
+        return x.dim() - len(self.names)
+
+    def axis_size(self, names):
+        names = names if isinstance(names, tuple) else (names,)
+        return torch.tensor([self.sizes[n] for n in names]).prod().item()
+
+    def index(self, name, x):
+        at = self.names.index(name)
+        shape = [1] * x.dim()
+        shape[at] = self.sizes[name]
+        return torch.arange(self.sizes[name]).view(shape)
+
+    def _reduce(self, call, x, names):
+        for name in names if isinstance(names, tuple) else (names,):
+            at = self.names.index(name)
+            out = call(x, at)
+            x = out.expand([*x.shape[:at], self.sizes[name], *x.shape[at + 1 :]])
+        return x
+
+    def psum(self, x, names):
+        return self._reduce(lambda x, at: x.sum(at, keepdim=True), x, names)
+
+    def pmean(self, x, names):
+        return self._reduce(lambda x, at: x.mean(at, keepdim=True), x, names)
+
+    def pmax(self, x, names):
+        return self._reduce(lambda x, at: x.amax(at, keepdim=True), x, names)
+
+    def pmin(self, x, names):
+        return self._reduce(lambda x, at: x.amin(at, keepdim=True), x, names)
+
+    def all_gather(self, x, name, dim=0, tiled=False):
+        at, lead, n = self.names.index(name), len(self.names), self.sizes[name]
+        rank = x.dim() - lead + (not tiled)
+        place = dim % rank
+        out = x.unsqueeze(lead + place).expand(
+            [*x.shape[: lead + place], n, *x.shape[lead + place :]]
+        )
+        out = out.transpose(at, lead + place)  # example i, entry j: what example j has
+        return out.flatten(lead + place, lead + place + 1) if tiled else out
+
+    def _in_parts(self, x, name, dim, tiled):
+        """Return x with its parts in the first dim behind the examples'."""
+        lead, n = len(self.names), self.sizes[name]
+        place = dim % (x.dim() - lead)
+        if tiled:
+            x = x.unflatten(lead + place, (n, -1))
+        return x.movedim(lead + place, lead)
+
+    def psum_scatter(self, x, name, scatter_dim=0, tiled=False):
+        at, lead = self.names.index(name), len(self.names)
+        parts = self._in_parts(x, name, scatter_dim, tiled).sum(at)  # (other examples, N, *S)
+        return parts.movedim(lead - 1, at)
+
+    def all_to_all(self, x, name, split_dim=0, concat_dim=0, tiled=False):
+        at, lead = self.names.index(name), len(self.names)
+        place = concat_dim % (x.dim() - lead)
+        out = self._in_parts(x, name, split_dim, tiled).transpose(at, lead)
+        out = out.movedim(lead, lead + place)
+        return out.flatten(lead + place, lead + place + 1) if tiled else out
+
+    def ppermute(self, x, name, perm):
+        at = self.names.index(name)
+        rows = list(torch.zeros_like(x).unbind(at))
+        for source, target in perm:
+            rows[target] = x.select(at, source)
+        return torch.stack(rows, at)
 
 
-def _sum(x, group):
-    return rank_operators.reduce(x, "sum", group)
-
-
-def _call(group, body):
-    with RankCall(group, TransformCall("vmap", body), 4):
-        return body()
-
-
-def _failing(what):
-    """A program for the ranks in which the last one does something else than the others."""
-
-    def program(mesh):
-        group = get_rank_group(mesh)
-        start = time.perf_counter()
-        error = None
-        try:
-            _call(group, lambda: what(group, group.rank == group.size - 1))
-        except Exception as raised:
-            error = (type(raised).__name__, str(raised), getattr(raised, "rank", None))
-        seconds = time.perf_counter() - start
-        after = _call(group, lambda: _sum(torch.tensor(group.rank), group)).item()
-        return error, seconds, after
-
-    return program
-
-
-@_failing
-def fails_before_a_message(group, is_last):
-    if is_last:
-        raise ValueError("bad data")
-    return _sum(torch.ones(2), group)
-
-
-@_failing
-def fails_between_messages(group, is_last):
-    x = _sum(torch.ones(2), group)
-    if is_last:
-        raise ValueError("bad data")
-    return _sum(x, group)
-
-
-@_failing
-def fails_after_the_last_message(group, is_last):
-    x = _sum(torch.ones(2), group)
-    if is_last:
-        raise ValueError("bad data")
-    return x
-
-
-@_failing
-def has_another_shape(group, is_last):
-    return _sum(torch.ones(3 if is_last else 2), group)
-
-
-@_failing
-def has_another_dtype(group, is_last):
-    return _sum(torch.ones(2, dtype=torch.float64 if is_last else torch.float32), group)
-
-
-@_failing
-def calls_another_operator(group, is_last):
-    return rank_operators.reduce(torch.ones(2), "max" if is_last else "sum", group)
-
-
-@_failing
-def swaps_two_messages(group, is_last):
-    def first():
-        return _sum(torch.ones(2), group)
-
-    def second():
-        return _sum(torch.zeros(2), group)
-
-    return [f() for f in ((second, first) if is_last else (first, second))]
-
-
-@_failing
-def sends_one_message_more(group, is_last):
-    x = _sum(torch.ones(2), group)
-    return _sum(x, group) if is_last else x
-
-
-@_failing
-def takes_another_branch(group, is_last):
-    if is_last:
-        return _sum(torch.ones(2), group)
-    return _sum(torch.ones(2), group)
-
-
-def makes_one_call_more(mesh):
-    """The last rank makes a call that the others do not make; they make another one."""
-    group = get_rank_group(mesh)
-
-    def one():
-        return _sum(torch.ones(2), group)
-
-    def other():
-        return _sum(torch.ones(2), group)
-
-    errors = []
-    start = time.perf_counter()
-    for f in (one, other) if group.rank == group.size - 1 else (other,):
-        try:
-            _call(group, f)
-        except Exception as raised:
-            errors.append((type(raised).__name__, str(raised), getattr(raised, "rank", None)))
-            break
-    seconds = time.perf_counter() - start
-    after = _call(group, lambda: _sum(torch.tensor(group.rank), group)).item()
-    return errors[0], seconds, after
-
-
-def stays_away(mesh, seconds):
-    """The last rank does not come to a call within the limit."""
-    group = get_rank_group(mesh)
-    if group.rank == group.size - 1:
-        time.sleep(seconds)
-        return None
-    forall.config.rank_timeout = seconds / 4
-    return _catch(group)
-
-
-def waits_for_a_message(mesh):
-    """All ranks but the last one wait for a message, so that the last one can be killed."""
-    group = get_rank_group(mesh)
-    if group.rank == group.size - 1:
-        time.sleep(1000)
-    return _catch(group)
-
-
-def _catch(group):
-    start = time.perf_counter()
-    try:
-        _call(group, lambda: _sum(torch.ones(2), group))
-    except Exception as raised:
-        error = (type(raised).__name__, str(raised), getattr(raised, "rank", None))
-        return error, time.perf_counter() - start
-    return None
+# Programs of an x of shape (3, 3), with 3 examples along "i": results of any shape.
+RING = [(0, 1), (1, 2), (2, 0)]
+PROGRAMS = {
+    "psum": lambda c, x: x * c.psum(x.sin(), "i"),
+    "psum twice": lambda c, x: c.psum(c.psum(x, "i") * x, "i").cos(),
+    "pmean": lambda c, x: (x - c.pmean(x, "i")) / (c.pmean(x * x, "i") + 1).sqrt(),
+    "pmax": lambda c, x: (x - c.pmax(x, "i")).exp(),
+    "pmin": lambda c, x: x * c.pmin(x * x, "i"),
+    "softmax": lambda c, x: (x - c.pmax(x, "i")).exp() / c.psum((x - c.pmax(x, "i")).exp(), "i"),
+    "all_gather": lambda c, x: (c.all_gather(x, "i").sin() * x.unsqueeze(-3)).sum(-3),
+    "all_gather last": lambda c, x: c.all_gather(x * x, "i", dim=-1).cos(),
+    "all_gather tiled": lambda c, x: c.all_gather(x.sin(), "i", dim=1, tiled=True),
+    "psum_scatter": lambda c, x: c.psum_scatter(x * x, "i"),
+    "psum_scatter dim": lambda c, x: c.psum_scatter(x.sin(), "i", scatter_dim=1),
+    "psum_scatter tiled": lambda c, x: c.psum_scatter(x * x, "i", 1, tiled=True),
+    "all_to_all": lambda c, x: c.all_to_all(x.sin(), "i") * x,
+    "all_to_all dims": lambda c, x: c.all_to_all(x.sin(), "i", 1, 0) * x,
+    "all_to_all tiled": lambda c, x: c.all_to_all(x * x, "i", 0, 1, tiled=True),
+    "ppermute": lambda c, x: c.ppermute(x * x, "i", RING) - x,
+    "ppermute some": lambda c, x: x + c.ppermute(x.sin(), "i", [(0, 2), (2, 1)]),
+    "axis_index": lambda c, x: x.sin() * (c.index("i", x) + 1) / c.axis_size("i"),
+    "attention": lambda c, x: (
+        (x @ c.all_gather(x, "i", tiled=True).mT).softmax(-1) @ c.all_gather(x * x, "i", tiled=True)
+    ),
+}
+EXAMPLES = torch.linspace(-1.0, 1.7, 27, dtype=torch.float64).view(3, 3, 3).sin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -15,6 +15,9 @@ from forall._compat.dispatch_state import functions_off
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
 from forall._random.keys import check_key
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 
 def check_callable(verb: str, func: Any) -> None:
@@ -39,8 +42,16 @@ def check_randomness(verb: str, flag: Any, *, keys: bool = False) -> None:
         )
 
 
-def refuse_key_randomness(call: TransformCall, flag: Any) -> None:
-    """Refuse a key of forall.random where torch's own vmap does the work, which draws by no key."""
+def refuse_own_options(
+    call: TransformCall, flag: Any, axis_name: Hashable, axis_size: int | None
+) -> None:
+    """Refuse options that torch's own vmap lacks where that does the work."""
+    if axis_name is not None or axis_size is not None:
+        raise NotImplementedError(
+            f"{call}: torch.compile and the transforms of torch.func know no named axes.\n"
+            f"{format_columns([('axis_name', repr(axis_name)), ('axis_size', repr(axis_size))])}\n"
+            "Use forall's transforms around it, and forall.jit in the place of torch.compile."
+        )
     if isinstance(flag, torch.Tensor):
         raise NotImplementedError(
             f"{call}: torch.compile and the transforms of torch.func cannot draw by a key.\n"
@@ -64,6 +75,26 @@ def check_max_steps(verb: str, steps: Any) -> None:
         raise ValueError(
             f"{verb}: max_steps counts steps.\n"
             f"{format_columns([('max_steps', format_short(steps), type_name_of(steps))])}\n"
+            "Pass an int of at least 0, or None."
+        )
+
+
+def check_axis(verb: str, name: Any, size: Any) -> None:
+    try:
+        hash(name)
+        is_name = not isinstance(name, tuple)
+    except TypeError:
+        is_name = False
+    if not is_name:
+        raise TypeError(
+            f"{verb}: axis_name must be hashable, and no tuple.\n"
+            f"{format_columns([('axis_name', format_short(name), type_name_of(name))])}\n"
+            "Give a string. A tuple stands for several axes, in psum and its kin."
+        )
+    if size is not None and (type(size) is not int or size < 0):
+        raise ValueError(
+            f"{verb}: axis_size counts examples.\n"
+            f"{format_columns([('axis_size', format_short(size), type_name_of(size))])}\n"
             "Pass an int of at least 0, or None."
         )
 

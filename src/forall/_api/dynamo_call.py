@@ -71,7 +71,9 @@ def _find_example_dims(verb: str, options: dict, args: tuple, kwargs: dict) -> l
     if isinstance(in_dims, dict):
         in_dims, by_name = (None,) * len(args), {name: in_dims.get(name) for name in kwargs}
     asked = TransformCall("vmap", _run_transform, in_dims=options["in_dims"])
-    leaves, _, dims, *_ = mapped_inputs.check_inputs(asked, args, kwargs, in_dims, by_name)
+    leaves, _, dims, *_ = mapped_inputs.check_inputs(
+        asked, args, kwargs, in_dims, by_name, options["axis_size"]
+    )
     return [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)]
 
 

@@ -66,12 +66,18 @@ def bind_named_dims(
 
 
 def check_inputs(
-    call: TransformCall, args: tuple, kwargs: dict, in_dims: Any, named_dims: dict | None = None
+    call: TransformCall,
+    args: tuple,
+    kwargs: dict,
+    in_dims: Any,
+    named_dims: dict | None = None,
+    axis_size: int | None = None,
 ) -> tuple[list, Any, list, int, tuple[tuple, dict]]:
     """Return leaves, tree, a dim per leaf (from the front; None for shared) and the batch size.
 
     Last come args and kwargs, with collections in the place of modules that hold one.
-    ``named_dims`` are for the keyword arguments, which are shared without it.
+    ``named_dims`` are for the keyword arguments, which are shared without it. ``axis_size`` is the
+    number of examples, if the user has given it.
     """
     if not isinstance(in_dims, (int, tuple, list)):
         raise ValueError(
@@ -80,7 +86,7 @@ def check_inputs(
             "Give one int for all arguments, a tuple with one entry per argument, or a dict of "
             "names."
         )
-    if not args and not kwargs:
+    if not args and not kwargs and axis_size is None:
         raise ValueError(
             f"{call}: called without arguments.\n"
             "There is nothing to map over. Pass at least one tensor."
@@ -103,6 +109,10 @@ def check_inputs(
         for i, d in enumerate(dims):
             if d is not None:
                 dims[i] = _check_dim(call, i, leaves[i], d, args, kwargs, sizes)
+    if axis_size is not None:
+        if any(size != axis_size for size in sizes):
+            raise _make_axis_size_error(call, args, kwargs, leaves, dims, axis_size)
+        sizes.append(axis_size)
     if not sizes:
         raise _make_unmapped_error(call, args, in_dims)
     if sizes.count(sizes[0]) < len(sizes):
@@ -250,6 +260,21 @@ def _make_sizes_error(
     return ValueError(
         f"{call}: the mapped axes differ in size.\n{format_columns(rows)}\n"
         "All must have one size. To share an argument between examples, give it in_dims=None."
+    )
+
+
+def _make_axis_size_error(
+    call: TransformCall, args: tuple, kwargs: dict, leaves: list, dims: list, size: int
+) -> ValueError:
+    rows = [
+        (path, format_short(leaf), f"in_dims {d}", f"size {leaf.size(d)}")
+        for path, leaf, d in zip(find_arg_paths(args, kwargs), leaves, dims, strict=True)
+        if d is not None
+    ]
+    return ValueError(
+        f"{call}: the mapped axes have another size than axis_size={size}.\n"
+        f"{format_columns(rows)}\n"
+        "Give no axis_size where an argument is mapped, or the size that it has."
     )
 
 

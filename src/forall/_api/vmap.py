@@ -32,7 +32,7 @@ from forall._divergence.thread_state import inner
 from forall._vmap.randomness import CallRandomness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
 _NOTHING = nullcontext()
 _REPORTED = 8  # vmaps inside an explained call of another transform
@@ -40,6 +40,7 @@ _TENSOR = {torch.Tensor}
 
 
 _USUAL = {"chunk_size": None, "divergence": "split", "ragged": False, "max_steps": None}
+_USUAL |= {"axis_name": None, "axis_size": None}
 
 
 def _make_settled_calls(func: Callable, options: dict[str, Any]) -> SettledCalls | None:
@@ -64,6 +65,8 @@ def vmap(
     divergence: str = "split",
     ragged: bool = False,
     max_steps: int | None = None,
+    axis_name: Hashable = None,
+    axis_size: int | None = None,
 ) -> Callable[P, R]:
     """Return ``func`` of one example as a function of all examples at once.
 
@@ -111,14 +114,17 @@ def vmap(
         max_steps: how many steps a loop that tests values may take: an example that is asked more
             than ``max_steps + 1`` times at one place of the code, all calls of the function there
             taken together, raises. A loop that asks no tensor (``while n < 10``) is not counted.
+        axis_name: a name for the examples, by which collectives inside combine them: `psum`,
+            `all_gather` and others. An inner name hides the same name further out.
+        axis_size: how many examples there are. Needed where no argument is mapped, else checked.
 
     Keyword arguments are shared between the examples, unless a dict of in_dims names them.
 
     Raises:
         ValueError: where the arguments and ``in_dims``, or the results and ``out_dims``, do not
             fit, where sizes differ, where results of different examples have different shapes
-            without ragged or a nested argument, and for a chunk_size below 1 or a max_steps below
-            0.
+            without ragged or a nested argument, for another number of examples than axis_size, and
+            for a chunk_size below 1 or a max_steps or axis_size below 0.
         IndexError: for a place in ``out_dims`` that the result does not have.
         RuntimeError: where examples part under ``divergence="error"``; after max_steps steps; for a
             write of an example's own data into a tensor that all examples share; for a random draw
@@ -146,11 +152,12 @@ def vmap(
     argument_checks.check_chunk_size("vmap", chunk_size)
     argument_checks.check_divergence("vmap", divergence)
     argument_checks.check_max_steps("vmap", max_steps)
+    argument_checks.check_axis("vmap", axis_name, axis_size)
 
     options = VmapOptions(divergence, ragged, max_steps, None)
 
     def run_mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        spec = VmapSpec(func, in_dims, out_dims, randomness, chunk_size)
+        spec = VmapSpec(func, in_dims, out_dims, randomness, chunk_size, axis_name, axis_size)
         return spec.run(options, args, kwargs)
 
     return run_mapped
@@ -175,6 +182,8 @@ class VmapSpec(NamedTuple):
     out_dims: Any
     randomness: Any
     chunk_size: Chunk
+    axis_name: Hashable
+    axis_size: int | None
 
     def run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
         """Run one call of the mapped function; report it if it is in another explained call."""
@@ -187,19 +196,19 @@ class VmapSpec(NamedTuple):
             return self._run(options._replace(report=report), args, kwargs)
 
     def _run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
-        func, in_dims, out_dims, randomness, chunk_size = self
+        func, in_dims, out_dims, randomness, chunk_size, axis_name, axis_size = self
         call = TransformCall("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapped_inputs.bind_named_dims(call, func, in_dims, args, kwargs)
             if functorch_interop.must_hand_over():
-                argument_checks.refuse_key_randomness(call, randomness)
+                argument_checks.refuse_own_options(call, randomness, axis_name, axis_size)
                 return functorch_interop.vmap_with_named_dims(
                     func, tuple(dims), out_dims, randomness, get_torch_chunk_size(chunk_size)
                 )(*args, **kwargs)
         else:
             dims = [in_dims]
             if functorch_interop.must_hand_over():
-                argument_checks.refuse_key_randomness(call, randomness)
+                argument_checks.refuse_own_options(call, randomness, axis_name, axis_size)
                 return functorch_interop.call_torch_func(
                     "vmap",
                     func,
@@ -209,7 +218,8 @@ class VmapSpec(NamedTuple):
                     chunk_size=get_torch_chunk_size(chunk_size),
                 )(*args, **kwargs)
         places = mapped_inputs.OutDims("vmap", func, out_dims)
-        arguments = MappedArguments(*mapped_inputs.check_inputs(call, args, kwargs, *dims), {})
+        known = mapped_inputs.check_inputs(call, args, kwargs, *dims, axis_size=axis_size)
+        arguments = MappedArguments(*known, {})
         kinds = {*map(type, arguments.leaves)}
         if kinds != _TENSOR and any(map(is_of_users_class, arguments.leaves)):
             arguments = arguments.strip_user_classes(call)
@@ -217,7 +227,9 @@ class VmapSpec(NamedTuple):
         numbers: Any = range(size) if type(size) is int else trace_modes.SymbolicRange(size)
         origin = CallOrigin(call, find_users_instruction(), numbers, size)
         told = options._replace(ragged=True) if NestedExamples in kinds else options
-        whole = MappedCall(func, arguments, places, CallRandomness(randomness), origin, told)
+        axis = None if axis_name is None else arguments.make_axis(axis_name, chunk_size)
+        draws = CallRandomness(randomness)
+        whole = MappedCall(func, arguments, places, draws, origin, told, axis=axis)
         found = run_mapped_call(whole) if chunk_size is None else run_in_chunks(whole, chunk_size)
         leaves, spec = found
         result = leaves[0] if spec is pytree.LEAF else pytree.unflatten(leaves, spec)

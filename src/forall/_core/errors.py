@@ -28,6 +28,13 @@ class DataDependentError(RuntimeError):
     """The error of an operator that needs one value where each example has its own."""
 
 
+class AxisError(RuntimeError):
+    """The error of a collective that not all examples of its axis come to.
+
+    It is final: no other way to run the call would bring them together.
+    """
+
+
 _WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
 _FIRST: dict[str, SourceLine] = {}
 
@@ -200,8 +207,10 @@ def collective_error(transform: str, func: object) -> RuntimeError:
         f"{transform}: {func} communicates between processes, which has no meaning for one "
         "example or tangent.\n"
         f"{format_columns([('at', str(place), place.text())])}\n"
-        "Return what is to be communicated, and call torch.distributed on the result, "
-        f"outside {transform}."
+        "To combine examples of one process, name their axis: vmap(f, axis_name='b') and "
+        "forall.psum(x, 'b').\n"
+        "To combine processes, return what is to be communicated, and call torch.distributed on "
+        f"the result, outside {transform}."
     )
 
 

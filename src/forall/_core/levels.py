@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from forall._core.errors import CallOrigin
+    from forall._core.named_axes import Axis
 
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -126,6 +127,9 @@ class Level:
 
     # The user's call that made the level, if there is one.
     origin: CallOrigin | None = None
+
+    # The named axis whose examples the level's are, if the call has named one.
+    axis: Axis | None = None
 
     # True if values are valid during a call only, so that they can escape from it.
     ends = True

@@ -142,7 +142,7 @@ class Operations(VmapLevel):
 
         def run_on_stacks(*stacks: torch.Tensor) -> tuple[torch.Tensor, ...]:
             again = VmapLevel(self.size, VmapConfig(self.config.randomness), top())
-            again.origin = self.origin
+            again.origin, again.axis = self.origin, self.axis
             if self.active:  # one call, one ledger
                 again.state.mutation_log = self.state.mutation_log
                 again.state.applies_updates = False

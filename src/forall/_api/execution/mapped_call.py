@@ -15,12 +15,14 @@ from forall._api.subclass_arguments import ExampleAttributes, find_example_attri
 from forall._compat import pytree, tensordict, trace_modes
 from forall._compat.tensor_subclass import is_of_users_class, strip_users_class
 from forall._core.levels import run_outside, top
+from forall._core.named_axes import make_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from forall._api.mapped_inputs import OutDims
     from forall._core.errors import CallOrigin, TransformCall
+    from forall._core.named_axes import Axis
     from forall._divergence.report import Report
     from forall._vmap.mutation.mutation_log import MutationLog
     from forall._vmap.randomness import CallRandomness
@@ -62,6 +64,12 @@ class MappedArguments(NamedTuple):
         leaves = [strip_users_class(x) if i in found else x for i, x in enumerate(self.leaves)]
         return self._replace(leaves=leaves, looks=found)
 
+    def make_axis(self, name: Hashable, chunk_size: Any) -> Axis:
+        """Return a named axis of all examples."""
+        pairs = zip(self.leaves, self.dims, strict=True)
+        device = next((x.device for x, dim in pairs if dim is not None), None)
+        return make_axis(name, self.size, device, chunk_size)
+
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
         """Return args and kwargs of an example; arguments without mapped leaves are the same."""
         old, old_named = self.given
@@ -92,6 +100,7 @@ class MappedCall(NamedTuple):
     origin: CallOrigin  # the user's call, and the numbers of these examples in it
     options: VmapOptions
     groups: list[list[int]] | None = None  # of examples that agree, once they are known
+    axis: Axis | None = None  # if the call has named it
 
     def some(self, numbers: Sequence[int]) -> MappedCall:
         """Return the call on some of the examples, from 0: views for a range, else copies."""

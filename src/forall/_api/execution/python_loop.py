@@ -64,6 +64,8 @@ def may_run_as_loop(call: MappedCall, bindings: Bindings) -> bool:
         return False
     if options.report is not None or options.retries_on_oom or arguments.looks:
         return False
+    if call.axis is not None:  # collectives combine the examples
+        return False
     if type(call.draws.flag) is not str:
         return False
     return has_no_observers() and bindings.may_take(arguments.leaves)

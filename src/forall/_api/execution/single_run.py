@@ -63,7 +63,7 @@ def run_once(call: MappedCall) -> tuple[list, Any]:
     """Run the function once; raise `DivergedGroups` if its examples diverge."""
     config = VmapConfig(call.draws.flag, diverges=call.options.divergence == "split")
     level = VmapLevel(call.arguments.size, config, stack.top)
-    level.origin = call.origin
+    level.origin, level.axis = call.origin, call.axis
     scope = level.state.scope = call.draws.scope(level, call.origin.numbers)
     drawing = _NOTHING if scope is scopes.running else enter_scope(scope)
     listening = _listen_to_tests(call, level)

@@ -24,6 +24,7 @@ import torch
 
 from forall._compat.bitset import to_int
 from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._core.call_site import SourceLine, find_users_line
 from forall._vmap.active_set.example_set import ExampleSet
 from forall._vmap.vmap_level import VmapLevel
 
@@ -37,6 +38,7 @@ class SubLevel(VmapLevel):
     """
 
     root: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
+    diverged_at: SourceLine | None = None  # the user's test, if the root has a named axis
 
     def __init__(self, root: VmapLevel, members: int, size: int) -> None:
         # Never a mode of its own: the root's mode asks who acts.
@@ -53,6 +55,10 @@ class SubLevel(VmapLevel):
     @property
     def parent(self) -> Any:
         return self.root.parent
+
+    @property
+    def axis(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.root.axis
 
     @property
     def active(self) -> bool:
@@ -99,6 +105,8 @@ def split_by_test(level: Any, test: Tensor) -> tuple[Any, Any]:
     yes.examples.split_from = no.examples.split_from = (ref(level),)
     yes.examples.note_positions(own, places)
     no.examples.note_rest(own, test)
+    if root.axis is not None:
+        yes.diverged_at = no.diverged_at = find_users_line()
     return yes, no
 
 

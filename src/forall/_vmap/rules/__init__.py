@@ -2,6 +2,7 @@
 
 from forall._vmap.rules import (
     accumulate_shared,
+    across_examples,
     activation_backward,
     api_overrides,
     attention,

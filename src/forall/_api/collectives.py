@@ -1,0 +1,485 @@
+"""The collectives: functions that combine the examples of a named axis."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._api.execution.mapped_call import make_index
+from forall._compat import pytree
+from forall._compat.dispatch_state import below_autograd, functions_off, is_autocast, no_dispatch
+from forall._compat.private_api import PLAIN
+from forall._core import collective_ops as ops
+from forall._core.errors import format_columns, format_short, type_name_of
+from forall._core.find_axis import check_all_come, find_axis
+from forall._core.levels import run_outside, stack
+from forall._divergence.batched_scalar import BatchedScalar, number_to_tensor
+from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
+from forall._vmap.fast_path.api_calls import answer_call
+from forall._vmap.fast_path.operators import can_use_fast_path
+from forall._vmap.registry import HANDLERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from forall._core.named_axes import Axis
+
+Tensor = torch.Tensor
+_NUMBERS = (int, float, complex)
+
+
+def _find_one(verb: str, name: Hashable) -> Axis:
+    """Return the axis of a name, of which all examples have to come."""
+    axis, root = find_axis(verb, name)
+    if root.sub_level is not None or root.size != axis.size:
+        check_all_come(verb, axis, root)
+    return axis
+
+
+def _apply(op: Any, t: Tensor, axis: Axis, *rest: Any) -> Tensor:
+    rest = (*rest, axis.number, axis.size)
+    if can_use_fast_path():
+        with functions_off():
+            out = _answer_directly(op, t, rest, stack.top)
+        if out is not None:
+            return out
+    return op(t, *rest)
+
+
+def _answer_directly(op: Any, t: Any, rest: tuple, level: Any) -> Tensor | None:
+    """Return the result, with its history, if its operand is a plain stack; else None."""
+    if not (torch.is_grad_enabled() and t.requires_grad):
+        return answer_call(op, (t, *rest), None, level, modes=1)
+    if type(t) is not BatchedTensor or t.level is not level or stack.parted or is_autocast():
+        return None
+    if type(t.value) not in PLAIN or t.value.requires_grad:
+        return None
+    with no_dispatch(), below_autograd():
+        made = HANDLERS[op](level, op, (t, *rest), {})
+    return ops.record(op, t, made, rest)
+
+
+def _map_leaves(verb: str, f: Callable[[Any], Any], x: Any) -> Any:
+    """Return the tree ``x`` with ``f`` of each tensor and each of Python's numbers."""
+    if isinstance(x, (torch.Tensor, *_NUMBERS)):
+        return f(x)
+    leaves, spec = pytree.flatten(x)
+    return pytree.unflatten([f(_check_leaf(verb, leaf)) for leaf in leaves], spec)
+
+
+def _to_tensor(t: Any) -> Tensor:
+    return t if isinstance(t, torch.Tensor) else torch.as_tensor(t)
+
+
+def _check_leaf(verb: str, leaf: Any) -> Any:
+    if type(leaf) is BatchedScalar:
+        return number_to_tensor(leaf)
+    if isinstance(leaf, (torch.Tensor, *_NUMBERS)):
+        return leaf
+    raise TypeError(
+        f"{verb}(x, ..): x must be a tensor or a number, or a tree of them.\n"
+        f"{format_columns([('x', format_short(leaf), type_name_of(leaf))])}\n"
+        "Pass its tensors in a tuple, a list or a dict."
+    )
+
+
+def _reduce(verb: str, op: Any, x: Any, axis_name: Any, on_number: Callable[[Any], Any]) -> Any:
+    if type(x) is BatchedTensor and type(axis_name) is not tuple:  # most often
+        return _apply(op, x, _find_one(verb, axis_name))
+    names = axis_name if type(axis_name) is tuple else (axis_name,)
+    axes = [_find_one(verb, name) for name in names]
+
+    def reduce_leaf(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return on_number(t)
+        for axis in axes:
+            t = _apply(op, t, axis)
+        return t
+
+    return _map_leaves(verb, reduce_leaf, x)
+
+
+def psum(x: Any, axis_name: Hashable) -> Any:
+    """The sum over the examples of an axis, the same for all of them: (*S) -> (*S).
+
+    The law: in ``vmap(f, axis_name="b")`` it is ``xs.sum(0)`` of the stack ``xs``. Whole numbers
+    and bools are summed as `torch.sum` does.
+
+    A derivative inside is that of the program over all examples: ``grad`` of ``psum(loss(x), "b")``
+    gives each example the derivative of the sum of all N results, each of which is that same sum.
+    So it is N times the derivative of one of them. What is often meant is had in two ways: take
+    the derivative outside, ``grad(lambda w: vmap(f, axis_name="b")(w, xs).mean())``, or sum
+    derivatives, ``pmean(grad(local_loss)(w, x), "b")``.
+
+    Args:
+        x: a tensor, a number, or a tree of them. A number of Python's is multiplied by the size.
+        axis_name: the `vmap` option of that name, or a tuple of several.
+
+    Raises:
+        NameError: if no axis has that name here.
+        RuntimeError: where some examples alone come, in a branch or with a chunk_size.
+
+    Cost: one sum over the stack of all examples.
+
+    Source: ``jax.lax.psum``.
+
+    Example:
+        >>> forall.vmap(lambda x: x / psum(x, "b"), axis_name="b")(torch.tensor([1.0, 3.0]))
+        tensor([0.2500, 0.7500])
+    """
+    return _reduce("psum", ops.PSUM, x, axis_name, lambda n: n * axis_size(axis_name))
+
+
+def pmean(x: Any, axis_name: Hashable) -> Any:
+    """The mean over the examples of an axis, the same for all of them: (*S) -> (*S).
+
+    The law: in ``vmap(f, axis_name="b")`` it is ``xs.mean(0)`` of the stack ``xs``. The mean of
+    whole numbers is in the default dtype of floating point numbers. Derivatives are as in `psum`.
+
+    Args:
+        x: a tensor, a number, or a tree of them.
+        axis_name: the `vmap` option of that name, or a tuple of several.
+
+    Raises:
+        NameError: if no axis has that name here.
+        RuntimeError: where some examples alone come, in a branch or with a chunk_size.
+
+    Cost: one mean over the stack of all examples.
+
+    Source: ``jax.lax.pmean``.
+
+    Example:
+        >>> def normalize(x):                                     # batch norm of one example
+        ...     centered = x - pmean(x, "b")
+        ...     return centered / pmean(centered**2, "b").sqrt()
+        >>> forall.vmap(normalize, axis_name="b")(torch.tensor([1.0, 3.0]))
+        tensor([-1.,  1.])
+    """
+
+    def to_float(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or t.dtype.is_floating_point or t.dtype.is_complex:
+            return t
+        return t.to(torch.get_default_dtype())
+
+    def on_number(n: Any) -> Any:
+        return n if isinstance(n, complex) else float(n)
+
+    return _reduce("pmean", ops.PMEAN, _map_leaves("pmean", to_float, x), axis_name, on_number)
+
+
+def pmax(x: Any, axis_name: Hashable) -> Any:
+    """The largest value among the examples of an axis, entry by entry: (*S) -> (*S).
+
+    The law: in ``vmap(f, axis_name="b")`` it is ``xs.amax(0)`` of the stack ``xs``. Its derivative
+    goes to the largest; examples that share it get equal parts.
+
+    Args:
+        x: a tensor, a number, or a tree of them.
+        axis_name: the `vmap` option of that name, or a tuple of several.
+
+    Raises:
+        NameError: if no axis has that name here.
+        RuntimeError: where some examples alone come, in a branch or with a chunk_size.
+
+    Cost: one maximum over the stack of all examples.
+
+    Source: ``jax.lax.pmax``, which has no derivative.
+
+    Example:
+        >>> forall.vmap(lambda x: x - pmax(x, "b"), axis_name="b")(torch.tensor([1.0, 3.0]))
+        tensor([-2.,  0.])
+    """
+    return _reduce("pmax", ops.PMAX, x, axis_name, lambda n: n)
+
+
+def pmin(x: Any, axis_name: Hashable) -> Any:
+    """The smallest value among the examples of an axis, entry by entry: (*S) -> (*S).
+
+    The law: in ``vmap(f, axis_name="b")`` it is ``xs.amin(0)`` of the stack ``xs``. Its derivative
+    goes to the smallest; examples that share it get equal parts.
+
+    Args:
+        x: a tensor, a number, or a tree of them.
+        axis_name: the `vmap` option of that name, or a tuple of several.
+
+    Raises:
+        NameError: if no axis has that name here.
+        RuntimeError: where some examples alone come, in a branch or with a chunk_size.
+
+    Cost: one minimum over the stack of all examples.
+
+    Source: ``jax.lax.pmin``, which has no derivative.
+
+    Example:
+        >>> forall.vmap(lambda x: x - pmin(x, "b"), axis_name="b")(torch.tensor([1.0, 3.0]))
+        tensor([0., 2.])
+    """
+    return _reduce("pmin", ops.PMIN, x, axis_name, lambda n: n)
+
+
+def all_gather(x: Any, axis_name: Hashable, dim: int = 0, tiled: bool = False) -> Any:
+    """The values of all examples of an axis, for each of them: (*S) -> (N at dim, *S).
+
+    The law: in ``vmap(f, axis_name="b")`` it is the stack ``xs`` itself, with dim 0 for ``dim``.
+    Its transpose is `psum_scatter`.
+
+    Args:
+        x: a tensor, a number, or a tree of them.
+        axis_name: the `vmap` option of that name.
+        dim: where the examples go in the result.
+        tiled: concatenate along ``dim`` instead: (.., n, ..) -> (.., N * n, ..).
+
+    Raises:
+        NameError: if no axis has that name here.
+        IndexError: for a ``dim`` that the result does not have.
+        RuntimeError: where some examples alone come, in a branch or with a chunk_size.
+
+    Cost: one copy of the stack of all examples, which they share.
+
+    Source: ``jax.lax.all_gather``.
+
+    Example:
+        >>> def log_softmax(x, ys):                               # against the others of the batch
+        ...     return (x @ all_gather(ys, "b").T).log_softmax(0)[axis_index("b")]
+        >>> x = torch.eye(2)
+        >>> forall.vmap(log_softmax, axis_name="b")(x, 2 * x)
+        tensor([-0.1269, -0.1269])
+    """
+    axis = _find_one("all_gather", axis_name)
+
+    def gather_leaf(t: Any) -> Tensor:
+        t = _to_tensor(t)
+        at = _wrap_dim("all_gather", "dim", dim, t, 0 if tiled else 1)
+        out = _apply(ops.ALL_GATHER, t, axis)
+        out = out.movedim(0, at) if at else out
+        return out.flatten(at, at + 1) if tiled else out
+
+    return _map_leaves("all_gather", gather_leaf, x)
+
+
+def psum_scatter(x: Any, axis_name: Hashable, scatter_dim: int = 0, tiled: bool = False) -> Any:
+    """The sum over the examples of an axis, of which example i gets entry i.
+
+    (N at scatter_dim, *S) -> (*S). The law: in ``vmap(f, axis_name="b")`` the results of all
+    examples together are ``xs.sum(0)``, with ``scatter_dim`` in front. Its transpose is
+    `all_gather`.
+
+    Args:
+        x: a tensor, or a tree of them.
+        axis_name: the `vmap` option of that name.
+        scatter_dim: the dim of ``x`` with an entry for each example.
+        tiled: the dim has N equal parts instead, of which example i gets part i:
+            (.., N * n, ..) -> (.., n, ..).
+
+    Raises:
+        NameError: if no axis has that name here.
+        ValueError: if the dim has another size than the axis, or no multiple of it if tiled.
+        IndexError: for a ``scatter_dim`` that ``x`` does not have.
+        RuntimeError: where some examples alone come, in a branch or with a chunk_size.
+
+    Cost: one sum over the stack of all examples.
+
+    Source: ``jax.lax.psum_scatter``.
+
+    Example:
+        >>> xs = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> forall.vmap(lambda x: psum_scatter(x, "b"), axis_name="b")(xs)
+        tensor([4., 6.])
+    """
+    axis = _find_one("psum_scatter", axis_name)
+
+    def scatter_leaf(t: Any) -> Tensor:
+        t = _split("psum_scatter", "scatter_dim", _to_tensor(t), scatter_dim, axis, tiled)
+        return _apply(ops.PSUM_SCATTER, t, axis)
+
+    return _map_leaves("psum_scatter", scatter_leaf, x)
+
+
+def all_to_all(
+    x: Any, axis_name: Hashable, split_dim: int = 0, concat_dim: int = 0, tiled: bool = False
+) -> Any:
+    """Exchange entries: entry i of example j's result is entry j of example i's ``x``.
+
+    The law: in ``vmap(f, axis_name="b")`` it is ``xs.transpose(0, 1)`` of the stack ``xs``, for
+    both dims 0. Its transpose is itself, with the dims swapped.
+
+    Args:
+        x: a tensor, or a tree of them.
+        axis_name: the `vmap` option of that name.
+        split_dim: the dim of ``x`` with an entry for each example, which the result lacks.
+        concat_dim: where the entries that come from the examples go in the result.
+        tiled: ``split_dim`` has N equal parts instead, which are concatenated along ``concat_dim``.
+
+    Raises:
+        NameError: if no axis has that name here.
+        ValueError: if ``split_dim`` has another size than the axis, or no multiple of it if tiled.
+        IndexError: for a dim that ``x`` does not have.
+        RuntimeError: where some examples alone come, in a branch or with a chunk_size.
+
+    Cost: one copy of the stack of all examples.
+
+    Source: ``jax.lax.all_to_all``.
+
+    Example:
+        >>> xs = torch.tensor([[1, 2], [3, 4]])
+        >>> forall.vmap(lambda x: all_to_all(x, "b"), axis_name="b")(xs)
+        tensor([[1, 3],
+                [2, 4]])
+    """
+    axis = _find_one("all_to_all", axis_name)
+
+    def exchange_leaf(t: Any) -> Tensor:
+        t = _to_tensor(t)
+        at = _wrap_dim("all_to_all", "concat_dim", concat_dim, t, 0)
+        t = _split("all_to_all", "split_dim", t, split_dim, axis, tiled)
+        out = _apply(ops.ALL_TO_ALL, t, axis)
+        out = out.movedim(0, at) if at else out
+        return out.flatten(at, at + 1) if tiled else out
+
+    return _map_leaves("all_to_all", exchange_leaf, x)
+
+
+def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> Any:
+    """Send values from example to example: (*S) -> (*S).
+
+    The law: for each pair (source, target) of ``perm``, the result of example ``target`` is the
+    ``x`` of example ``source``; examples that are no target get zeros. Its transpose sends back.
+
+    Args:
+        x: a tensor, a number, or a tree of them.
+        axis_name: the `vmap` option of that name.
+        perm: pairs of numbers of examples. Each number stands at most once on either side.
+
+    Raises:
+        NameError: if no axis has that name here.
+        ValueError: for a number that no example has, and for one that stands twice on a side.
+        RuntimeError: where some examples alone come, in a branch or with a chunk_size.
+
+    Cost: one copy of the stack of all examples.
+
+    Source: ``jax.lax.ppermute``.
+
+    Example:
+        >>> ring = [(0, 1), (1, 2), (2, 0)]
+        >>> forall.vmap(lambda x: ppermute(x, "b", ring), axis_name="b")(torch.tensor([1, 2, 3]))
+        tensor([3, 1, 2])
+    """
+    axis = _find_one("ppermute", axis_name)
+    pairs = _check_perm(perm, axis)
+    sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
+
+    def send_leaf(t: Any) -> Tensor:
+        return _apply(ops.PPERMUTE, _to_tensor(t), axis, sources, targets)
+
+    return _map_leaves("ppermute", send_leaf, x)
+
+
+def axis_index(axis_name: Hashable) -> Tensor:
+    """The number of the example along an axis: a tensor of shape () and dtype int64.
+
+    The law: in ``vmap(f, axis_name="b")`` it is ``torch.arange(N)``, one entry per example. It
+    counts over the whole call, also with a chunk_size and where examples have parted.
+
+    Raises:
+        NameError: if no axis has that name here.
+
+    Cost: one small tensor.
+
+    Source: ``jax.lax.axis_index``.
+
+    Example:
+        >>> forall.vmap(lambda x: x * axis_index("b"), axis_name="b")(torch.ones(3))
+        tensor([0., 1., 2.])
+    """
+    axis, root = find_axis("axis_index", axis_name)
+    level = root.acting_level
+    numbers = level.origin.numbers
+    with run_outside(root), functions_off():
+        if isinstance(numbers, range):
+            examples = torch.arange(numbers.start, numbers.stop, device=axis.device)
+        elif isinstance(numbers, list):
+            examples = make_index(numbers, axis.device or torch.get_default_device())
+        else:
+            examples = torch.arange(axis.size, device=axis.device)
+    return wrap_stack(examples, 0, level)
+
+
+def axis_size(axis_name: Hashable) -> int:
+    """The number of examples that an axis has, over the whole call.
+
+    Args:
+        axis_name: the `vmap` option of that name, or a tuple of several: then the product.
+
+    Raises:
+        NameError: if no axis has that name here.
+
+    Cost: none, it is a number of Python's.
+
+    Source: ``jax.lax.axis_size``.
+
+    Example:
+        >>> forall.vmap(lambda x: x / axis_size("b"), axis_name="b")(torch.ones(4))
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+    size = 1
+    for name in axis_name if type(axis_name) is tuple else (axis_name,):
+        size *= find_axis("axis_size", name)[0].size
+    return size
+
+
+# --- checks ------------------------------------------------------------------------------------
+
+
+def _wrap_dim(verb: str, what: str, dim: int, t: Tensor, more: int) -> int:
+    """Return a dim from the front, of a tensor with ``more`` dims than ``t``."""
+    rank = t.dim() + more
+    if -rank <= dim < rank:
+        return dim % rank
+    can = f"Give a dim in [{-rank}, {rank})." if rank else "A tensor of rank 0 has none."
+    raise IndexError(
+        f"{verb}(x, ..): {what} is no dim of {'the result' if more else 'x'}.\n"
+        f"{format_columns([('x', format_short(t)), (what, str(dim))])}\n{can}"
+    )
+
+
+def _split(verb: str, what: str, t: Tensor, dim: int, axis: Axis, tiled: bool) -> Tensor:
+    """Return ``t`` with its parts for the examples in front: (N, *S)."""
+    at = _wrap_dim(verb, what, dim, t, 0)
+    size, n = t.shape[at], axis.size
+    fits = (n and size % n == 0) if tiled else size == n
+    if not fits:
+        asked = f"a multiple of {n}" if tiled else f"size {n}"
+        cure = "pad it" if tiled else "with parts of several entries say tiled=True"
+        rows = [("x", format_short(t), f"{what}={dim}", f"size {size}")]
+        rows += [("axis", repr(axis.name), "", f"size {n}")]
+        raise ValueError(
+            f"{verb}(x, {axis.name!r}): the dim that is split does not fit the axis.\n"
+            f"{format_columns(rows)}\n"
+            f"Pass an x with {asked} there; {cure}."
+        )
+    if tiled:
+        t = t.unflatten(at, (n, size // n))
+    return t.movedim(at, 0) if at else t
+
+
+def _check_perm(perm: Any, axis: Axis) -> list[tuple[int, int]]:
+    pairs = [(pair[0], pair[1]) for pair in perm]
+    refuse = partial(_make_perm_error, axis)
+    for side, which in ((0, "source"), (1, "target")):
+        numbers = [pair[side] for pair in pairs]
+        for n in numbers:
+            if type(n) is not int or not 0 <= n < axis.size:
+                raise refuse(f"a {which} is no example", repr(n), f"Give ints in [0, {axis.size}).")
+            if numbers.count(n) > 1:
+                cure = "An example sends to one other; use all_gather to send to several."
+                if side:
+                    cure = "An example gets one value; use psum or all_gather for several."
+                raise refuse(f"a {which} stands twice", str(n), cure)
+    return pairs
+
+
+def _make_perm_error(axis: Axis, what: str, value: str, cure: str) -> ValueError:
+    rows = [("in perm", value), ("axis", f"{axis.name!r}, size {axis.size}")]
+    return ValueError(f"ppermute(x, {axis.name!r}, perm): {what}.\n{format_columns(rows)}\n{cure}")

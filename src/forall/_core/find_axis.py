@@ -1,0 +1,79 @@
+"""The one lookup of a named axis, and the check that all of its examples come to a collective.
+
+The lookup walks the levels outwards, so an inner axis hides an outer one of the same name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forall._core.call_site import find_users_line
+from forall._core.errors import AxisError, format_columns
+from forall._core.levels import stack
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from forall._core.levels import Level
+    from forall._core.named_axes import Axis
+
+
+def _iter_axes() -> Iterator[tuple[Axis, Level]]:
+    """Yield the axes around the running code; for recomputed code also those that have ended."""
+    for level in (stack.top, stack.place):
+        while level is not None:
+            if level.axis is not None:
+                yield level.axis, level.root
+            level = level.parent
+
+
+def find_axis(verb: str, name: Hashable) -> tuple[Axis, Any]:
+    """Return the axis of this name, and the root level that has it."""
+    level = stack.top
+    if level is not None and level.axis is not None and level.axis.name == name:  # most often
+        return level.axis, level.root
+    for axis, root in _iter_axes():
+        if axis.name == name:
+            return axis, root
+    known = dict.fromkeys(axis.name for axis, _ in _iter_axes())
+    rows = [("named", ", ".join(map(repr, known)) or "none")]
+    raise NameError(
+        f"{verb}(.., {name!r}): no axis is named {name!r} here.\n{format_columns(rows)}\n"
+        f"Name it where the examples are mapped: vmap(f, axis_name={name!r})."
+    )
+
+
+def check_all_come(verb: str, axis: Axis, root: Any) -> None:
+    """Raise `AxisError` if a part of an axis's examples alone runs, or examples have diverged."""
+    call = f"{verb}(.., {axis.name!r})"
+    if root.size != axis.size:
+        raise _make_part_error(call, axis, root)
+    if root.sub_level is not None:
+        raise _make_branch_error(call, axis, root.sub_level)
+
+
+def _make_branch_error(call: str, axis: Axis, some: Any) -> AxisError:
+    place = find_users_line()
+    rows = [("here", str(place), place.text())]
+    if some.diverged_at is not None:
+        rows.insert(0, ("parted", str(some.diverged_at), some.diverged_at.text()))
+    return AxisError(
+        f"{call}: {some.size} of {axis.size} examples of axis {axis.name!r} come here; the others "
+        f"took another way.\n{format_columns(rows)}\n"
+        "A collective takes all examples of its axis. Call it before they part, or give those that "
+        f"do not take part a neutral value: psum(torch.where(taken, x, 0), {axis.name!r})."
+    )
+
+
+def _make_part_error(call: str, axis: Axis, root: Any) -> AxisError:
+    place = find_users_line()
+    rows = [("at", str(place), place.text())]
+    why = f"chunk_size={axis.chunk_size!r} runs so many at once"
+    cure = "Give no chunk_size, or return what is to be combined and combine the results."
+    if axis.chunk_size is None:
+        why = "they have parted in code that could not be converted, and run in groups"
+        cure = "Call it before they part, in a function of its own; forall.explain tells where."
+    return AxisError(
+        f"{call}: {root.size} of {axis.size} examples of axis {axis.name!r} run together, since "
+        f"{why}.\n{format_columns(rows)}\nA collective takes all examples of its axis. {cure}"
+    )

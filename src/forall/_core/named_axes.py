@@ -1,0 +1,28 @@
+"""Named axes: the examples of a vmap call, under the name by which collectives know them."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import torch
+
+_numbers = count(1)
+
+
+class Axis(NamedTuple):
+    """The named axis of one call."""
+
+    name: Hashable
+    size: int  # how many examples the call has
+    number: int  # identifies the axis among the arguments of an operator
+    device: torch.device | None  # of the mapped arguments
+    chunk_size: Any  # an option of the call, for messages
+
+
+def make_axis(name: Hashable, size: int, device: torch.device | None, chunk_size: Any) -> Axis:
+    """Return a new axis, which differs from all others."""
+    return Axis(name, size, next(_numbers), device, chunk_size)
