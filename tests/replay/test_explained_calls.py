@@ -145,6 +145,13 @@ def test_a_function_that_changes_state_tells_which(f, what, at_once):
         assert explain(transformed)(x).replay == f"no: it changes Python's state: {what}"
 
 
+def test_an_argument_that_no_key_can_have_is_told(at_once):
+    f, x = grad(lambda x: x.to_dense().square().sum()), torch.eye(3).to_sparse()
+    for _ in range(80):
+        f(x)
+    assert explain(f)(x).replay == "no: an argument of layout torch.sparse_coo"
+
+
 def test_calls_of_which_no_two_are_alike_tell_so(at_once):
     """What a closure holds counts as given, so a list that grows makes each call one of a kind."""
     note = close_over_counts()[1]
