@@ -1,6 +1,6 @@
 """A pool of processes, each a rank of one gloo group on the loopback, that call functions by name.
 
-A function of `programs` is called on the ranks of a subgroup, with a mesh of one dim over them. The
+A function of `rank_programs` is called on the ranks of a subgroup, with a mesh of one dim over them. The
 pool returns what each rank returned, or the text of what it raised.
 """
 
@@ -42,7 +42,7 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         # A server that has imported torch once is copied for each process.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["mesh.programs"])
+        context.set_forkserver_preload(["mesh.rank_programs"])
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):
@@ -58,7 +58,7 @@ class Pool:
     def call(
         self, name: str, *args: Any, size: int | None = None, seconds: float = SECONDS
     ) -> list[Any]:
-        """Return what ``programs.name(mesh, *args)`` returns on each of the first ranks."""
+        """Return what ``rank_programs.name(mesh, *args)`` returns on each of the first ranks."""
         size = size or self.size
         for pipe in self.pipes[:size]:
             pipe.send((name, size, args))
@@ -107,7 +107,8 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) 
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
-    programs = importlib.import_module("mesh.programs")
+    programs = importlib.import_module("mesh.rank_programs")
+    groups = [dist.new_group([*range(count)]) for count in range(1, size + 1)]
     meshes: dict[int, DeviceMesh] = {}
     while True:
         try:
@@ -118,7 +119,7 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) 
             break
         name, among, args = job
         if among not in meshes:
-            group = dist.new_group([*range(among)], use_local_synchronization=True)
+            group = groups[among - 1]
             meshes[among] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
         try:
             answer = getattr(programs, name)(meshes[among], *args)

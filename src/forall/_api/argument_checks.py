@@ -43,10 +43,10 @@ def check_randomness(verb: str, flag: Any, *, keys: bool = False) -> None:
 
 
 def refuse_own_options(
-    call: TransformCall, flag: Any, axis_name: Hashable, axis_size: int | None
+    call: TransformCall, flag: Any, axis_name: Hashable, axis_size: int | None, mesh: Any
 ) -> None:
     """Refuse options that torch's own vmap lacks where that does the work."""
-    if axis_name is not None or axis_size is not None:
+    if axis_name is not None or axis_size is not None or mesh is not None:
         raise NotImplementedError(
             f"{call}: torch.compile and the transforms of torch.func know no named axes.\n"
             f"{format_columns([('axis_name', repr(axis_name)), ('axis_size', repr(axis_size))])}\n"
@@ -96,6 +96,30 @@ def check_axis(verb: str, name: Any, size: Any) -> None:
             f"{verb}: axis_size counts examples.\n"
             f"{format_columns([('axis_size', format_short(size), type_name_of(size))])}\n"
             "Pass an int of at least 0, or None."
+        )
+
+
+def check_mesh(verb: str, mesh: Any, randomness: Any) -> None:
+    if type(mesh).__name__ != "DeviceMesh":
+        raise TypeError(
+            f"{verb}: mesh must be a torch.distributed DeviceMesh.\n"
+            f"{format_columns([('mesh', format_short(mesh), type_name_of(mesh))])}\n"
+            'Make one: init_device_mesh("cuda", (8,), mesh_dim_names=("dp",)).'
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        one = f'mesh["{names[0]}"]' if names else "a mesh with mesh_dim_names, and one of them"
+        raise ValueError(
+            f"{verb}: the examples lie along one dim of a mesh.\n"
+            f"{format_columns([('mesh', str(mesh), f'{mesh.ndim} dims')])}\n"
+            f"Choose one: {one}."
+        )
+    if isinstance(randomness, str) and randomness == "same":
+        raise ValueError(
+            f"{verb}: the generators of the ranks need not agree, so no draw is the same for all "
+            "examples of a mesh.\n"
+            f"{format_columns([('randomness', repr(randomness))])}\n"
+            "Pass a key of forall.random, or draw before the call and share the numbers."
         )
 
 

@@ -33,7 +33,7 @@ _NUMBERS = (int, float, complex)
 def _find_one(verb: str, name: Hashable) -> Axis:
     """Return the axis of a name, of which all examples have to come."""
     axis, root = find_axis(verb, name)
-    if root.sub_level is not None or root.size != axis.size:
+    if root.sub_level is not None or root.size != axis.local_size:
         check_all_come(verb, axis, root)
     return axis
 

@@ -34,13 +34,17 @@ from forall._vmap.randomness import CallRandomness
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from forall._mesh.rank_call import RankCall
+
 _NOTHING = nullcontext()
 _REPORTED = 8  # vmaps inside an explained call of another transform
 _TENSOR = {torch.Tensor}
 
 
 _USUAL = {"chunk_size": None, "divergence": "split", "ragged": False, "max_steps": None}
-_USUAL |= {"axis_name": None, "axis_size": None}
+_USUAL |= {"axis_name": None, "axis_size": None, "mesh": None}
 
 
 def _make_settled_calls(func: Callable, options: dict[str, Any]) -> SettledCalls | None:
@@ -67,6 +71,7 @@ def vmap(
     max_steps: int | None = None,
     axis_name: Hashable = None,
     axis_size: int | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, R]:
     """Return ``func`` of one example as a function of all examples at once.
 
@@ -117,6 +122,11 @@ def vmap(
         axis_name: a name for the examples, by which collectives inside combine them: `psum`,
             `all_gather` and others. An inner name hides the same name further out.
         axis_size: how many examples there are. Needed where no argument is mapped, else checked.
+        mesh: a `torch.distributed` DeviceMesh of one dim (``mesh["dp"]``). The mapped arguments are
+            this rank's examples; all ranks have to make the call. The examples of rank 0 come
+            first, then those of rank 1, and so on; ranks may have unlike numbers of them.
+            Collectives combine the examples of all ranks, and a key draws by numbers over all
+            ranks. The results are those of this rank's examples.
 
     Keyword arguments are shared between the examples, unless a dict of in_dims names them.
 
@@ -129,6 +139,7 @@ def vmap(
         RuntimeError: where examples part under ``divergence="error"``; after max_steps steps; for a
             write of an example's own data into a tensor that all examples share; for a random draw
             under ``randomness="error"``.
+        RankError: on all ranks of a mesh, where one fails or they come to different places.
         Exception: what the loop would raise first, with a note that names the example.
 
     Source: the batching transformation of Frostig, Johnson and Leary, "Compiling machine learning
@@ -153,11 +164,14 @@ def vmap(
     argument_checks.check_divergence("vmap", divergence)
     argument_checks.check_max_steps("vmap", max_steps)
     argument_checks.check_axis("vmap", axis_name, axis_size)
+    if mesh is not None:
+        argument_checks.check_mesh("vmap", mesh, randomness)
 
     options = VmapOptions(divergence, ragged, max_steps, None)
 
     def run_mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        spec = VmapSpec(func, in_dims, out_dims, randomness, chunk_size, axis_name, axis_size)
+        more = (axis_name, axis_size, mesh)
+        spec = VmapSpec(func, in_dims, out_dims, randomness, chunk_size, *more)
         return spec.run(options, args, kwargs)
 
     return run_mapped
@@ -184,6 +198,7 @@ class VmapSpec(NamedTuple):
     chunk_size: Chunk
     axis_name: Hashable
     axis_size: int | None
+    mesh: DeviceMesh | None
 
     def run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
         """Run one call of the mapped function; report it if it is in another explained call."""
@@ -196,38 +211,63 @@ class VmapSpec(NamedTuple):
             return self._run(options._replace(report=report), args, kwargs)
 
     def _run(self, options: VmapOptions, args: tuple, kwargs: dict) -> Any:
-        func, in_dims, out_dims, randomness, chunk_size, axis_name, axis_size = self
-        call = TransformCall("vmap", func, in_dims=in_dims)
+        call = TransformCall("vmap", self.func, in_dims=self.in_dims)
+        if functorch_interop.must_hand_over():
+            return self._hand_over(call, args, kwargs)
+        if self.mesh is None:
+            return self._run_here(call, options, None, args, kwargs)
+        from forall._mesh.rank_call import RankCall  # imports torch.distributed
+
+        with RankCall(self.mesh, call) as running:
+            return self._run_here(call, options, running, args, kwargs)
+
+    def _hand_over(self, call: TransformCall, args: tuple, kwargs: dict) -> Any:
+        """Let torch.func make the call, under whose transforms or compiler it is made."""
+        func, in_dims, out_dims, randomness, chunk_size, axis_name, axis_size, mesh = self
+        argument_checks.refuse_own_options(call, randomness, axis_name, axis_size, mesh)
+        chunk_size = get_torch_chunk_size(chunk_size)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapped_inputs.bind_named_dims(call, func, in_dims, args, kwargs)
-            if functorch_interop.must_hand_over():
-                argument_checks.refuse_own_options(call, randomness, axis_name, axis_size)
-                return functorch_interop.vmap_with_named_dims(
-                    func, tuple(dims), out_dims, randomness, get_torch_chunk_size(chunk_size)
-                )(*args, **kwargs)
+            mapped = functorch_interop.vmap_with_named_dims(
+                func, tuple(dims), out_dims, randomness, chunk_size
+            )
         else:
-            dims = [in_dims]
-            if functorch_interop.must_hand_over():
-                argument_checks.refuse_own_options(call, randomness, axis_name, axis_size)
-                return functorch_interop.call_torch_func(
-                    "vmap",
-                    func,
-                    in_dims,
-                    out_dims,
-                    randomness,
-                    chunk_size=get_torch_chunk_size(chunk_size),
-                )(*args, **kwargs)
+            options = {"chunk_size": chunk_size}
+            mapped = functorch_interop.call_torch_func(
+                "vmap", func, in_dims, out_dims, randomness, **options
+            )
+        return mapped(*args, **kwargs)
+
+    def _run_here(
+        self,
+        call: TransformCall,
+        options: VmapOptions,
+        running: RankCall | None,
+        args: tuple,
+        kwargs: dict,
+    ) -> Any:
+        """Make the call on the examples of this process; ``running`` is the call of all ranks."""
+        func, in_dims, out_dims, randomness, chunk_size, axis_name, axis_size, _ = self
+        dims = [in_dims]
+        if isinstance(in_dims, dict):
+            args, kwargs, *dims = mapped_inputs.bind_named_dims(call, func, in_dims, args, kwargs)
         places = mapped_inputs.OutDims("vmap", func, out_dims)
+        if running is not None:
+            axis_size = running.find_local_size(axis_size, args, kwargs, dims)
         known = mapped_inputs.check_inputs(call, args, kwargs, *dims, axis_size=axis_size)
         arguments = MappedArguments(*known, {})
         kinds = {*map(type, arguments.leaves)}
         if kinds != _TENSOR and any(map(is_of_users_class, arguments.leaves)):
             arguments = arguments.strip_user_classes(call)
-        size = arguments.size
+        size, ranks = arguments.size, None
         numbers: Any = range(size) if type(size) is int else trace_modes.SymbolicRange(size)
+        if running is not None:
+            ranks = running.begin(size, self.axis_size)
+            numbers = range(ranks.start, ranks.start + size)
+            axis_name = running if axis_name is None else axis_name  # a name that no user has
         origin = CallOrigin(call, find_users_instruction(), numbers, size)
         told = options._replace(ragged=True) if NestedExamples in kinds else options
-        axis = None if axis_name is None else arguments.make_axis(axis_name, chunk_size)
+        axis = None if axis_name is None else arguments.make_axis(axis_name, chunk_size, ranks)
         draws = CallRandomness(randomness)
         whole = MappedCall(func, arguments, places, draws, origin, told, axis=axis)
         found = run_mapped_call(whole) if chunk_size is None else run_in_chunks(whole, chunk_size)

@@ -33,12 +33,14 @@ class OperatorFacts(NamedTuple):
     into_lists: bool  # True if it writes into tensors of a list
     foreign: bool  # a library's; forward mode ignores it, and its tangents come out as zeros
     is_collective: bool  # torch.distributed's: all processes of a group take part in one call
+    communicates: bool  # as that, or an operator of ours between the ranks of a mesh
 
 
 _TORCHS = ("aten", "prims", "prim", "forall")
 _COLLECTIVES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 )
+_BETWEEN_RANKS = "forall.ranks_"
 _RUNNING = ("running_mean", "running_var")
 # Operators that write into running statistics if this argument is True (None: always), which
 # their schemas do not declare.
@@ -98,6 +100,7 @@ def get_facts(func: Any) -> OperatorFacts:
         ),
         foreign=func.namespace not in _TORCHS and not mutates,
         is_collective=func.namespace in _COLLECTIVES,
+        communicates=func.namespace in _COLLECTIVES or str(func).startswith(_BETWEEN_RANKS),
     )
 
 

@@ -24,10 +24,23 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 ProcessGroup = dist.ProcessGroup
 
 
-def make_control_group(group: ProcessGroup) -> ProcessGroup:
-    """Return a group of the same ranks whose messages need no device."""
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+def make_control_group(group: ProcessGroup) -> Any:
+    """Return a group of the same ranks whose messages need no device.
+
+    `new_group` names a group by how many there are, so all ranks would have to have made as many.
+    """
+    store = dist.PrefixStore(f"forall/{group.group_name}", _get_store())
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), _get_timeout(group))
+
+
+def _get_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _get_timeout(group: ProcessGroup) -> timedelta:
+    device = dist.distributed_c10d._get_pg_default_device(group)
+    backend: Any = group._get_backend(device)
+    return backend.options._timeout
 
 
 def get_rank(group: ProcessGroup) -> int:
@@ -90,30 +103,30 @@ def exchange(
 
 
 def gather_words(
-    words: Sequence[int], size: int, group: ProcessGroup, limit: float | None
+    words: Sequence[int], size: int, group: Any, limit: float | None
 ) -> list[list[int]]:
     """Return a row of integers from each rank."""
     mine = torch.tensor([*words], device="cpu")
     out = torch.empty((size, len(words)), dtype=torch.int64, device="cpu")
-    _wait(_all_gather(out.view(-1), mine, group, async_op=True), limit)
+    _wait(group._allgather_base(out.view(-1), mine), limit)
     return out.tolist()
 
 
 def gather_texts(
-    text: str, size: int, group: ProcessGroup, limit: float | None, most: int = 1024
+    text: str, size: int, group: Any, limit: float | None, most: int = 1024
 ) -> list[str]:
     """Return a text from each rank, of at most so many bytes."""
     raw = text.encode()[:most].ljust(most, b"\0")
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     out = torch.empty((size, most), dtype=torch.uint8, device="cpu")
-    _wait(_all_gather(out.view(-1), mine, group, async_op=True), limit)
+    _wait(group._allgather_base(out.view(-1), mine), limit)
     rows = [bytes(row.tolist()) for row in out]
     return [row.rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 def find_absent_ranks(place: str, rank: int, size: int, seconds: float) -> list[int]:
     """Return the ranks that do not call this too, for the same place, in so many seconds."""
-    store = dist.distributed_c10d._get_default_store()
+    store = _get_store()
     absent = {*range(size)} - {rank}
     try:
         store.set(f"{place}/{rank}", "here")

@@ -70,10 +70,13 @@ _TRANSPOSES: dict[Any, tuple[Any, Callable[..., tuple]]] = {
     ALL_TO_ALL: (ALL_TO_ALL, _same),
     PPERMUTE: (PPERMUTE, _swap),
 }
+_OF_AXES = frozenset({*_TRANSPOSES, PMAX, PMIN})
 
 
-def _find_level(output: Tensor, rest: tuple) -> Level | None:
+def _find_level(output: Tensor, op: Any, rest: tuple) -> Level | None:
     """Return the level that has the axis, which a derivative of no level is lifted to."""
+    if op not in _OF_AXES:
+        return None
     while isinstance(output, Wrapper):
         axis = output.level.root.axis
         if axis is not None and axis.number == rest[-2]:
@@ -92,7 +95,7 @@ class LinearCollective(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         _, _, ctx.op, ctx.rest = inputs
-        ctx.level = _find_level(output, ctx.rest)
+        ctx.level = _find_level(output, ctx.op, ctx.rest)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -116,8 +119,8 @@ class ExtremeCollective(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, _, _, ctx.rest = inputs
-        ctx.level = _find_level(output, ctx.rest)
+        x, _, op, ctx.rest = inputs
+        ctx.level = _find_level(output, op, ctx.rest)
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
         ctx.set_materialize_grads(False)
@@ -141,6 +144,13 @@ def _count_hits(x: Tensor, y: Tensor, rest: tuple) -> tuple[Tensor, Tensor]:
     """Return for which examples ``x`` is the extreme value ``y``, and how many there are."""
     hits = (x == y) | (x.isnan() & y.isnan())
     return hits, PSUM(hits, *rest)
+
+
+def add_linear(op: Any, transpose: Any, arrange: Callable[..., tuple] = _same) -> None:
+    """Give a linear operator of this library its transpose, and with it its derivatives."""
+    _TRANSPOSES[op] = (transpose, arrange)
+    _NODES[op] = LinearCollective
+    _library.impl(op._opname, _make_autograd_kernel(op), "Autograd")
 
 
 _NODES: dict[Any, type] = dict.fromkeys(_TRANSPOSES, LinearCollective)

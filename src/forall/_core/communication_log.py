@@ -63,6 +63,12 @@ def get_log() -> CommunicationLog | None:
     return _newest.log
 
 
+def is_reading() -> bool:
+    """Return True if the next message was sent by an earlier run, and is read from the log."""
+    log = get_log()
+    return log is not None and log.position < len(log.entries)
+
+
 def drop_log() -> None:
     """Forget the messages: no run that came to them can be undone any more."""
     _newest.log = None

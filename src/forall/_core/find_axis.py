@@ -46,7 +46,7 @@ def find_axis(verb: str, name: Hashable) -> tuple[Axis, Any]:
 def check_all_come(verb: str, axis: Axis, root: Any) -> None:
     """Raise `AxisError` if a part of an axis's examples alone runs, or examples have diverged."""
     call = f"{verb}(.., {axis.name!r})"
-    if root.size != axis.size:
+    if root.size != axis.local_size:
         raise _make_part_error(call, axis, root)
     if root.sub_level is not None:
         raise _make_branch_error(call, axis, root.sub_level)
@@ -58,7 +58,7 @@ def _make_branch_error(call: str, axis: Axis, some: Any) -> AxisError:
     if some.diverged_at is not None:
         rows.insert(0, ("parted", str(some.diverged_at), some.diverged_at.text()))
     return AxisError(
-        f"{call}: {some.size} of {axis.size} examples of axis {axis.name!r} come here; the others "
+        f"{call}: {some.size} of {axis.local_size} examples of axis {axis.name!r} come here; the others "
         f"took another way.\n{format_columns(rows)}\n"
         "A collective takes all examples of its axis. Call it before they part, or give those that "
         f"do not take part a neutral value: psum(torch.where(taken, x, 0), {axis.name!r})."
@@ -74,6 +74,6 @@ def _make_part_error(call: str, axis: Axis, root: Any) -> AxisError:
         why = "they have parted in code that could not be converted, and run in groups"
         cure = "Call it before they part, in a function of its own; forall.explain tells where."
     return AxisError(
-        f"{call}: {root.size} of {axis.size} examples of axis {axis.name!r} run together, since "
+        f"{call}: {root.size} of {axis.local_size} examples of axis {axis.name!r} run together, since "
         f"{why}.\n{format_columns(rows)}\nA collective takes all examples of its axis. {cure}"
     )

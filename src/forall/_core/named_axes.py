@@ -21,8 +21,17 @@ class Axis(NamedTuple):
     number: int  # identifies the axis among the arguments of an operator
     device: torch.device | None  # of the mapped arguments
     chunk_size: Any  # an option of the call, for messages
+    local_size: int  # how many of the examples this process has
+    ranks: Any = None  # `_mesh.axis_ranks.AxisRanks`, if other processes have further examples
 
 
-def make_axis(name: Hashable, size: int, device: torch.device | None, chunk_size: Any) -> Axis:
-    """Return a new axis, which differs from all others."""
-    return Axis(name, size, next(_numbers), device, chunk_size)
+def make_axis(
+    name: Hashable,
+    size: int,
+    device: torch.device | None,
+    chunk_size: Any,
+    ranks: Any = None,
+) -> Axis:
+    """Return a new axis, which differs from all others. ``size`` examples are in this process."""
+    whole = size if ranks is None else ranks.total
+    return Axis(name, whole, next(_numbers), device, chunk_size, size, ranks)

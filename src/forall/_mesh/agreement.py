@@ -15,10 +15,9 @@ NOTE [one sequence of messages]
 
 from __future__ import annotations
 
-import threading
 import zlib
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,8 +26,7 @@ from forall._compat.dispatch_state import no_dispatch
 from forall._core import communication_log, config
 from forall._core.call_site import OURS, TORCH, find_users_line
 from forall._core.communication_log import LogEntry
-from forall._core.errors import RankError
-from forall._core.levels import stack
+from forall._core.errors import RankError, format_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,80 +35,8 @@ if TYPE_CHECKING:
     from forall._mesh.rank_group import RankGroup
 
 _GOES_ON, _FAILED = 0, 1
-_END = "the end"
+END = "the end"
 _SECONDS_OF_ROLL_CALL = 1.0
-
-
-class RankCall:
-    """A context: one call over a group, which starts and ends with an agreement of its ranks.
-
-    ``sizes`` are the numbers of examples that the ranks have. They are exchanged where the ranks
-    agree to begin. A call inside another over the same group leaves the end to that one.
-    """
-
-    def __init__(self, group: RankGroup, call: TransformCall, size: int) -> None:
-        self.group = group
-        self.call = call
-        self.size = size
-        self.sizes: list[int] = []
-        self.is_inside = False
-
-    def __enter__(self) -> Self:
-        group, thread = self.group, threading.get_ident()
-        if group.thread not in (None, thread):
-            raise RuntimeError(
-                f"{self.call}: another thread makes a call over axis {group.axis!r} of this mesh.\n"
-                "Ranks would take the messages of one for those of the other. Make one call after "
-                "the other, or give each thread a mesh of its own."
-            )
-        self.is_inside = group.thread is not None
-        group.thread = thread
-        try:
-            self.sizes = self._agree(f"the start of {self.call}", begins=not self.is_inside)
-        except BaseException:
-            self._leave()
-            raise
-        return self
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        try:
-            if self.is_inside or _is_signal(error):
-                return
-            if error is None:
-                self._agree(_END)
-            elif not (isinstance(error, RankError) and self.group.id in error.told):
-                _tell_failure(self.group, error)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        if not self.is_inside:
-            self.group.thread = None
-        if stack.top is None:
-            communication_log.drop_log()
-
-    def _agree(self, what: str, *, begins: bool = False) -> list[int]:
-        """Return the size of each rank: from the log, if this run is made again."""
-        log = communication_log.get_log()
-        entry = None if log is None else log.read_next()
-        if entry is not None:
-            _check_same_message(entry, what, self.size)
-            return entry.result.tolist()
-        if begins:
-            self.group.calls += 1
-            self.group.position = 0
-        sizes = _agree(self.group, what, self.call, self.size)
-        if log is not None:
-            with _plain_tensors():
-                log.add(LogEntry(what, self.size, torch.tensor(sizes)))
-        return sizes
-
-
-def _is_signal(error: BaseException | None) -> bool:
-    """Return True for a signal of forall's own: the run that it ends is made again."""
-    return error is not None and not isinstance(
-        error, (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
-    )
 
 
 def communicate(
@@ -148,6 +74,20 @@ def communicate(
     return result
 
 
+def agree_once(group: RankGroup, what: str, call: TransformCall | None, size: int = 0) -> list[int]:
+    """Return ``size`` of each rank, once all are at this place; a run made again reads the log."""
+    log = communication_log.get_log()
+    entry = None if log is None else log.read_next()
+    if entry is not None:
+        _check_same_message(entry, what, size)
+        return entry.result.tolist()
+    sizes = _agree(group, what, call, size)
+    if log is not None:
+        with _plain_tensors():
+            log.add(LogEntry(what, size, torch.tensor(sizes, device="cpu")))
+    return sizes
+
+
 def _check_same_message(entry: LogEntry, what: str, sent: int) -> None:
     if entry.what != what or entry.sent != sent:
         same = " with other values" if entry.what == what else ""
@@ -163,7 +103,7 @@ def _hash_values(x: torch.Tensor) -> int:
         return 0
     with _plain_tensors(), torch.no_grad():
         plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-        return int(torch.hash_tensor(plain.contiguous()))
+        return int(torch.hash_tensor(plain.contiguous()).view(torch.int64))
 
 
 def _agree(group: RankGroup, what: str, call: TransformCall | None, size: int = 0) -> list[int]:
@@ -178,7 +118,7 @@ def _agree(group: RankGroup, what: str, call: TransformCall | None, size: int = 
     raise _make_rank_error(group, rows, texts, call)
 
 
-def _tell_failure(group: RankGroup, error: BaseException) -> None:
+def tell_failure(group: RankGroup, error: BaseException) -> None:
     """Tell the other ranks of an error of this one, at the place where they wait for it."""
     if isinstance(error, RankError) and error.is_lost:
         return
@@ -265,8 +205,9 @@ def _make_lost_error(group: RankGroup, what: str, error: RuntimeError) -> RankEr
     title = (
         f"rank {names} has ended, or has not come to this place." if absent else "a message failed."
     )
+    rows = [(f"rank {group.rank}", f"came to {what}"), ("torch", str(error).splitlines()[0])]
     found = RankError(
-        f"{title}\n    rank {group.rank}   came to {what}\n    torch    {str(error).splitlines()[0]}\n"
+        f"{title}\n{format_columns(rows)}\n"
         "The process group is lost. Start the processes again, for example by "
         "torchrun --max-restarts."
     )

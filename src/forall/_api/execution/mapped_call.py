@@ -64,11 +64,11 @@ class MappedArguments(NamedTuple):
         leaves = [strip_users_class(x) if i in found else x for i, x in enumerate(self.leaves)]
         return self._replace(leaves=leaves, looks=found)
 
-    def make_axis(self, name: Hashable, chunk_size: Any) -> Axis:
+    def make_axis(self, name: Hashable, chunk_size: Any, ranks: Any = None) -> Axis:
         """Return a named axis of all examples."""
         pairs = zip(self.leaves, self.dims, strict=True)
         device = next((x.device for x, dim in pairs if dim is not None), None)
-        return make_axis(name, self.size, device, chunk_size)
+        return make_axis(name, self.size, device, chunk_size, ranks)
 
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
         """Return args and kwargs of an example; arguments without mapped leaves are the same."""

@@ -334,7 +334,7 @@ class Tracer(DispatchMode):
 
     def _make_node(self, func: Any, known: _OpFacts, args: tuple, kwargs: dict) -> OpNode | None:
         fact = known.facts
-        if fact.is_collective:  # a program may drop or reorder what all processes have to call
+        if fact.communicates:  # a program may drop or reorder what all processes have to call
             self.stop_recording(f"{func} communicates between processes")
             return None
         hears = self._phase is _Phase.ANSWERS

@@ -41,18 +41,24 @@ def _make_handler(rule: _Rule) -> Callable:
         axis, root = level.axis, level.root
         if axis is None or axis.number != number:
             return _pass_on(rule, level, func, args)
-        if root.sub_level is not None or root.size != axis.size:
+        if root.sub_level is not None or root.size != axis.local_size:
             check_all_come(func._opname, axis, root)
         if level is not root:  # a gradient of some of the examples: the others have none
             own = type(x) is BatchedTensor and x.level is level
             x = fit_gradient(x if own else wrap_stack(x, None, level), root)
         if is_mapped(x, root):
             stack = move_to_front(x)
+        elif axis.ranks is not None:  # what all examples here share may differ from rank to rank
+            stack = expand_to_stack(x, root)
         elif rule.on_shared is not None:
             return wrap_stack(rule.on_shared(lower_shared(x, root), size), None, root)
         else:
             stack = expand_to_stack(x, root)
-        return wrap_stack(rule.on_stack(stack, *rest), None if rule.is_same else 0, root)
+        if axis.ranks is None:
+            made = rule.on_stack(stack, *rest)
+        else:
+            made = getattr(axis.ranks, func._opname)(stack, *rest)
+        return wrap_stack(made, None if rule.is_same else 0, root)
 
     return handler
 

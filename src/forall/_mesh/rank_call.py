@@ -1,0 +1,95 @@
+"""A call that all ranks of a mesh make: it begins and ends with an agreement of the ranks."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from forall._compat import pytree
+from forall._core import communication_log, rank_ops
+from forall._core.errors import RankError, format_columns
+from forall._core.levels import stack
+from forall._mesh import rank_kernels
+from forall._mesh.agreement import END, agree_once, tell_failure
+from forall._mesh.axis_ranks import AxisRanks, split_evenly
+from forall._mesh.rank_group import get_rank_group
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from forall._core.errors import TransformCall
+
+rank_kernels.register()
+
+
+class RankCall:
+    """A context in which this rank makes a call that all ranks of a mesh make.
+
+    A call inside another one over the same ranks leaves the end to that one. See NOTE [agreement].
+    """
+
+    def __init__(self, mesh: DeviceMesh, call: TransformCall) -> None:
+        self.group = get_rank_group(mesh)
+        self.call = call
+        self.is_inside = False
+
+    def __enter__(self) -> Self:
+        group, thread = self.group, threading.get_ident()
+        if group.thread not in (None, thread):
+            raise RuntimeError(
+                f"{self.call}: another thread makes a call over axis {group.axis!r} of this mesh.\n"
+                "Ranks would take the messages of one for those of the other. Make one call after "
+                "the other, or give each thread a mesh of its own."
+            )
+        self.is_inside = group.thread is not None
+        group.thread = thread
+        if not self.is_inside and not communication_log.is_reading():
+            group.calls += 1
+            group.position = 0
+        return self
+
+    def find_local_size(
+        self, size: int | None, args: tuple, kwargs: dict, dims: list
+    ) -> int | None:
+        """Return this rank's number of examples if no argument tells it."""
+        if size is None or any(d is not None for d in pytree.get_leaves(dims)):
+            return None
+        return split_evenly(size, self.group.size, self.group.rank)
+
+    def begin(self, size: int, axis_size: int | None) -> AxisRanks:
+        """Tell the other ranks of this rank's examples, and learn of theirs."""
+        mine = torch.tensor([size], device="cpu")
+        sizes = rank_ops.BEGIN(mine, f"the start of {self.call}", self.group.id).tolist()
+        ranks = AxisRanks(self.group, sizes)
+        if axis_size not in (None, ranks.total):
+            rows = [("axis_size", str(axis_size)), ("on the ranks", " + ".join(map(str, sizes)))]
+            raise ValueError(
+                f"{self.call}: the ranks have {ranks.total} examples together, not axis_size.\n"
+                f"{format_columns(rows)}\nGive no axis_size, or each rank its part of so many."
+            )
+        return ranks
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if self.is_inside or _is_signal(error):
+                return
+            if error is None:
+                agree_once(self.group, END, self.call)
+            elif not (isinstance(error, RankError) and self.group.id in error.told):
+                tell_failure(self.group, error)
+        finally:
+            if not self.is_inside:
+                self.group.thread = None
+            if stack.top is None:
+                communication_log.drop_log()
+
+
+def _is_signal(error: BaseException | None) -> bool:
+    """Return True for a signal of forall's own: the run that it ends is made again."""
+    return error is not None and not isinstance(
+        error, (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
+    )
