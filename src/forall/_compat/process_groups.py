@@ -38,8 +38,8 @@ def _get_store() -> Any:
 
 
 def _get_timeout(group: ProcessGroup) -> timedelta:
-    device = dist.distributed_c10d._get_pg_default_device(group)
-    backend: Any = group._get_backend(device)
+    device = dist.distributed_c10d._device_capability(group)[0]
+    backend: Any = group._get_backend(torch.device(device))
     return backend.options._timeout
 
 
