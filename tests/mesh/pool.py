@@ -72,7 +72,7 @@ class Pool:
                 if self.pipes[rank] in ready:
                     try:
                         answers[rank] = self.pipes[rank].recv()
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         answers[rank] = Raised("Ended", "the process has ended", "")
         return [answers[rank] for rank in range(size)]
 

@@ -1,11 +1,26 @@
 """Functions that the ranks of a pool call, by name. The first argument is a mesh of one dim."""
 
+import time
 import traceback
 
 import torch
 from torch.utils._pytree import tree_map
 
-from forall import grad, jit, jvp, linearize, vjp, vmap
+import forall
+from forall import (
+    all_gather,
+    axis_index,
+    axis_size,
+    grad,
+    jit,
+    jvp,
+    linearize,
+    pmax,
+    pmean,
+    psum,
+    vjp,
+    vmap,
+)
 from mesh.programs import EXAMPLES, PROGRAMS
 from mesh.test_laws_of_named_axes import INSIDE, named, weights
 
@@ -78,3 +93,232 @@ def run_cases(mesh, cases, sizes):
         except Exception:
             found[case] = traceback.format_exc()
     return found
+
+
+# --- failures ----------------------------------------------------------------------------------
+
+
+class BadDataError(ValueError):
+    """What the user's code raises in these programs."""
+
+
+def _try(f, *args):
+    """Return the error that a call raises, as its class, its text and its rank, and the seconds."""
+    start = time.perf_counter()
+    error = None
+    try:
+        f(*args)
+    except Exception as raised:
+        error = (type(raised).__name__, str(raised), getattr(raised, "rank", None))
+    return error, time.perf_counter() - start
+
+
+def _is_last(mesh):
+    return mesh.get_local_rank() == mesh.size() - 1
+
+
+def _fails(x, last):
+    if last:
+        raise BadDataError("bad data")
+    return psum(x, "b")
+
+
+def _fails_between(x, last):
+    y = psum(x, "b")
+    if last:
+        raise BadDataError("bad data")
+    return psum(x * y, "b")
+
+
+def _fails_at_the_end(x, last):
+    y = psum(x, "b")
+    if last:
+        raise BadDataError("bad data")
+    return y
+
+
+def _has_another_shape(x, last):
+    return psum(torch.cat([x, x]) if last else x, "b")
+
+
+def _has_another_dtype(x, last):
+    return psum(x.float() if last else x, "b")
+
+
+def _calls_another(x, last):
+    return (pmax if last else psum)(x, "b")
+
+
+def _swaps_two(x, last):
+    def first():
+        return psum(x, "b")
+
+    def second():
+        return psum(2 * x, "b")
+
+    return [f() for f in ((second, first) if last else (first, second))]
+
+
+def _sends_one_more(x, last):
+    y = psum(x, "b")
+    return psum(x * y, "b") if last else y
+
+
+def _takes_another_branch(x, last):
+    if x.sum() > (1000 if last else -1000):  # all examples of a rank agree
+        return psum(x, "b")
+    return psum(x.cos(), "b")
+
+
+def _has_a_bad_dim(x, last):
+    return x
+
+
+FAILURES = {
+    "fails before a message": _fails,
+    "fails between messages": _fails_between,
+    "fails after the last message": _fails_at_the_end,
+    "has another shape": _has_another_shape,
+    "has another dtype": _has_another_dtype,
+    "calls another collective": _calls_another,
+    "swaps two messages": _swaps_two,
+    "sends one message more": _sends_one_more,
+    "takes another branch": _takes_another_branch,
+    "is called wrongly": _has_a_bad_dim,
+}
+
+
+def run_failures(mesh, names):
+    """Return each program's error on this rank, and the sum of a correct call afterwards."""
+    last = _is_last(mesh)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    found = {}
+    for name in names:
+        in_dims = (7, None) if last and name == "is called wrongly" else (0, None)
+        f = vmap(FAILURES[name], in_dims, axis_name="b", mesh=mesh)
+        error, seconds = _try(f, x, last)
+        after = vmap(lambda x: psum(x, "b"), axis_name="b", mesh=mesh)(x)
+        found[name] = (error, seconds, after[0, 0].item())
+    return found
+
+
+def make_one_call_more(mesh):
+    """The last rank makes a call that the others do not make."""
+    x = torch.ones(2)
+    if _is_last(mesh):
+        error, seconds = _try(vmap(lambda x: psum(x, "b"), axis_name="b", mesh=mesh), x)
+    else:
+        error, seconds = _try(vmap(lambda x: psum(2 * x, "b"), axis_name="b", mesh=mesh), x)
+    after = vmap(lambda x: psum(x, "b"), axis_name="b", mesh=mesh)(x)
+    return error, seconds, after[0].item()
+
+
+def wait_for_one_that_stays_away(mesh, seconds):
+    """The last rank does not come to a call; the others give up after a part of this time."""
+    vmap(lambda x: psum(x, "b"), axis_name="b", mesh=mesh)(torch.ones(2))
+    if _is_last(mesh):
+        time.sleep(seconds)
+        return None
+    forall.config.rank_timeout = seconds / 4
+    return _try(vmap(lambda x: psum(x, "b"), axis_name="b", mesh=mesh), torch.ones(2))
+
+
+def wait_for_one_that_never_comes(mesh, seconds):
+    """The last rank makes no call at all, so that not even the first one begins."""
+    if _is_last(mesh):
+        time.sleep(seconds)
+        return None
+    forall.config.rank_timeout = seconds / 4
+    return _try(vmap(lambda x: psum(x, "b"), axis_name="b", mesh=mesh), torch.ones(2))
+
+
+def wait_for_one_that_is_killed(mesh):
+    if _is_last(mesh):
+        time.sleep(1000)
+    return _try(vmap(lambda x: psum(x, "b"), axis_name="b", mesh=mesh), torch.ones(2))
+
+
+# --- one sequence of messages --------------------------------------------------------------------
+
+
+def _part(x):
+    y = psum(x, "b")
+    if x > 2.5:  # examples of one rank alone part here
+        z = x * y
+    else:
+        z = x - y
+    return psum(z, "b") + z
+
+
+def _loop(x):
+    r = psum(x * x, "b")
+    n = 0
+    while r > 1:  # the same for all
+        r = r / 2
+        n = n + 1
+    while x < n:  # each example for itself
+        x = x + 1
+    return pmean(x, "b")
+
+
+def _choose(x):
+    y = x.log() if x > 3 else x
+    return all_gather(y, "b") * axis_index("b")
+
+
+def _reduce_in_a_branch(x):
+    if x > 2.5:
+        return psum(x, "b")
+    return x
+
+
+CONTROL = {"examples part between": _part, "loops": _loop, "a branch before": _choose}
+
+
+def run_control_flow(mesh, sizes, calls):
+    """Return the outcome of each program of control flow, called so many times."""
+    xs = take_share(torch.arange(8.0), sizes, mesh.get_local_rank())
+    return {
+        name: [vmap(f, axis_name="b", mesh=mesh)(xs) for _ in range(calls)]
+        for name, f in CONTROL.items()
+    }
+
+
+def reduce_in_a_branch(mesh, sizes):
+    xs = take_share(torch.arange(8.0), sizes, mesh.get_local_rank())
+    return _try(vmap(_reduce_in_a_branch, axis_name="b", mesh=mesh), xs)[0]
+
+
+def part_around_a_call(mesh, sizes):
+    """Examples of a vmap without a mesh part after a call over ranks, on one rank alone."""
+    rank = mesh.get_local_rank()
+    xs = take_share(torch.arange(8.0), sizes, rank)
+
+    def outer(s):
+        y = vmap(lambda x: psum(x * s, "b"), axis_name="b", mesh=mesh)(xs)[0]
+        if rank == 1 and s > 1:
+            y = y + 1
+        return y
+
+    return vmap(outer)(torch.tensor([1.0, 2.0]))
+
+
+def draw(mesh, sizes, seed):
+    """Return what each example draws by a key, and its number."""
+    xs = take_share(torch.zeros(8, 2), sizes, mesh.get_local_rank())
+    key = forall.random.key(seed)
+
+    def f(x):
+        return x + torch.rand(2), torch.randn(()), axis_index("b")
+
+    found = vmap(f, randomness=key, axis_name="b", mesh=mesh)(xs)
+    in_chunks = vmap(f, randomness=key, axis_name="b", mesh=mesh, chunk_size=2)(xs)
+    unnamed = vmap(lambda x: x + torch.rand(2), randomness=key, mesh=mesh)(xs)
+    return *found, *in_chunks, unnamed
+
+
+def use_sizes(mesh):
+    """Return what a call tells of sizes, with no mapped argument, and with a wrong axis_size."""
+    f = vmap(lambda: axis_index("b") * axis_size("b"), axis_name="b", axis_size=5, mesh=mesh)
+    wrong = vmap(lambda x: x, axis_name="b", axis_size=9, mesh=mesh)
+    return f(), _try(wrong, torch.ones(2))[0]

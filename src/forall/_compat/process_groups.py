@@ -24,13 +24,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 ProcessGroup = dist.ProcessGroup
 
 
-def make_control_group(group: ProcessGroup) -> Any:
+def make_control_group(group: ProcessGroup, limit: float | None) -> Any:
     """Return a group of the same ranks whose messages need no device.
 
     `new_group` names a group by how many there are, so all ranks would have to have made as many.
     """
     store = dist.PrefixStore(f"forall/{group.group_name}", _get_store())
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), _get_timeout(group))
+    timeout = _get_timeout(group) if limit is None else timedelta(seconds=limit)
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
 
 
 def _get_store() -> Any:

@@ -28,18 +28,15 @@ class DataDependentError(RuntimeError):
     """The error of an operator that needs one value where each example has its own."""
 
 
-class AxisError(RuntimeError):
-    """The error of a collective that not all examples of its axis come to.
-
-    It is final: no other way to run the call would bring them together.
-    """
+class CollectiveError(RuntimeError):
+    """An error of a collective that is final: no other way to run the call would be better."""
 
 
-_WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
-_FIRST: dict[str, SourceLine] = {}
+class AxisError(CollectiveError):
+    """The error of a collective that not all examples of its axis come to."""
 
 
-class RankError(RuntimeError):
+class RankError(CollectiveError):
     """An error on every rank of a mesh: a rank failed, or the ranks came to different places.
 
     ``rank`` is the rank that failed, None if none did. ``text`` is what it said of its error.
@@ -52,6 +49,10 @@ class RankError(RuntimeError):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.told: set[str] = set()  # the process groups whose ranks all raise it
+
+
+_WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
+_FIRST: dict[str, SourceLine] = {}
 
 
 def warn_slow_path(text: str) -> None:

@@ -74,6 +74,14 @@ def communicate(
     return result
 
 
+def connect(group: RankGroup, what: str) -> None:
+    """Make the group by which ranks agree, before their first call."""
+    try:
+        group.control = process_groups.make_control_group(group.group, config.now.rank_timeout)
+    except RuntimeError as error:
+        raise _make_lost_error(group, what, error) from error
+
+
 def agree_once(group: RankGroup, what: str, call: TransformCall | None, size: int = 0) -> list[int]:
     """Return ``size`` of each rank, once all are at this place; a run made again reads the log."""
     log = communication_log.get_log()

@@ -12,7 +12,7 @@ from forall._core import communication_log, rank_ops
 from forall._core.errors import RankError, format_columns
 from forall._core.levels import stack
 from forall._mesh import rank_kernels
-from forall._mesh.agreement import END, agree_once, tell_failure
+from forall._mesh.agreement import END, agree_once, connect, tell_failure
 from forall._mesh.axis_ranks import AxisRanks, split_evenly
 from forall._mesh.rank_group import get_rank_group
 
@@ -45,6 +45,8 @@ class RankCall:
                 "Ranks would take the messages of one for those of the other. Make one call after "
                 "the other, or give each thread a mesh of its own."
             )
+        if group.control is None:
+            connect(group, f"the start of {self.call}")
         self.is_inside = group.thread is not None
         group.thread = thread
         if not self.is_inside and not communication_log.is_reading():
@@ -56,7 +58,8 @@ class RankCall:
         self, size: int | None, args: tuple, kwargs: dict, dims: list
     ) -> int | None:
         """Return this rank's number of examples if no argument tells it."""
-        if size is None or any(d is not None for d in pytree.get_leaves(dims)):
+        is_mapped = any(d is not None for d in pytree.get_leaves(dims))
+        if size is None or (is_mapped and (args or kwargs)):
             return None
         return split_evenly(size, self.group.size, self.group.rank)
 

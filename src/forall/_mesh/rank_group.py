@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forall._compat import process_groups
 
@@ -26,7 +26,7 @@ class RankGroup:
         self.id = group.group_name
         self.rank = process_groups.get_rank(group)
         self.size = group.size()
-        self.control = process_groups.make_control_group(group)
+        self.control: Any = None  # made with the first call
         self.calls = 0
         self.position = 0
         self.thread: int | None = None  # that makes a call over this group

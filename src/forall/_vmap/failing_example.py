@@ -19,7 +19,7 @@ from forall._compat.op_schema import find_written_args
 from forall._compat.wrapper_tensor import unwrap_all
 from forall._core.call_site import find_users_line
 from forall._core.divergence import Diverged
-from forall._core.errors import AxisError, DataDependentError, format_columns
+from forall._core.errors import CollectiveError, DataDependentError, format_columns
 from forall._core.levels import run_outside_all
 from forall._vmap.concretize import concretize
 from forall._vmap.per_example import (
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from forall._core.errors import CallOrigin
     from forall._vmap.per_example import ExampleNumbers
 
-_NOT_ONE_EXAMPLES = (AxisError, DataDependentError, Warning, torch.OutOfMemoryError)
+_NOT_ONE_EXAMPLES = (CollectiveError, DataDependentError, Warning, torch.OutOfMemoryError)
 _OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # how messages of this library begin
 
 
 def is_library_error(error: Exception) -> bool:
     """Return True for an error of this library, which tells of all examples."""
-    return isinstance(error, AxisError) or str(error).startswith(_OURS)
+    return isinstance(error, CollectiveError) or str(error).startswith(_OURS)
 
 
 class AllFailAlikeError(torch.linalg.LinAlgError):

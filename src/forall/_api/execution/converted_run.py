@@ -19,7 +19,7 @@ from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import SourceLine, find_users_frame
 from forall._core.code_table import CodeSet, find_code
 from forall._core.divergence import Diverged, TimeExceeded
-from forall._core.errors import AxisError, format_columns, name_of, warn_slow_path
+from forall._core.errors import CollectiveError, format_columns, name_of, warn_slow_path
 from forall._core.reachable import list_own_attributes
 from forall._divergence import Refusal, convert, convert_libraries, thread
 from forall._divergence.heap import SeveralKinds, Unsplittable
@@ -180,7 +180,7 @@ def _must_rerun(options: VmapOptions, level: VmapLevel, error: BaseException) ->
     limit = level.state.limit
     if limit is not None and error is limit.reached:
         return False
-    if isinstance(error, AxisError) or (options.retries_on_oom and is_out_of_memory(error)):
+    if isinstance(error, CollectiveError) or (options.retries_on_oom and is_out_of_memory(error)):
         return False
     if isinstance(error, Diverged):  # examples diverged in code that cannot run again
         return error.level.root is level
