@@ -213,6 +213,20 @@ def test_an_attribute_that_a_wrapper_has():
         vmap(name_it)(X)
 
 
+def test_a_scale_of_each_example():
+    def quantize(x, scale):
+        return torch.quantize_per_tensor(x, scale, torch.tensor(0), torch.qint8).dequantize()
+
+    with refused(
+        NotImplementedError,
+        """
+        vmap: aten.quantize_per_tensor.tensor_qparams would give each example a scale of its own, and quantised tensors that differ in scale have no stack.
+        Give all examples one scale, or use torch.fake_quantize_*.
+        """,
+    ):
+        vmap(quantize)(X, torch.tensor([0.1, 0.2, 0.3]))
+
+
 def test_linearize_of_torch_func_around_and_inside():
     with refused(
         NotImplementedError,

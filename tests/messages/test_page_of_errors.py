@@ -75,6 +75,47 @@ def test_a_check_names_an_entry_that_shows_its_message(site):
     assert any(all(piece in line for piece in site.pieces) for line in lines), lines
 
 
+# Errors without a key: another way to run the call catches them, or torch's own come before.
+UNDER_NO_KEY = (
+    "adds to a gradient of examples that have parted",
+    "communicates between processes",
+    "copy would have no history",
+    "differs between the examples needs more than 64 bits",
+    "has a rule already",
+    "tensor whose tangent is laid out otherwise",
+    "where examples have parted, of an x from before",
+    "which has no rule yet",
+    "writes into a view of a gradient",
+    f"leaves for a tree of {BLANK}",
+    f"{BLANK} is {BLANK} instead of {BLANK}",
+    f"{BLANK}: {BLANK} instead of {BLANK}",
+    "input tensor must have at least 2 dimensions",  # as torch says it
+    "dims of the tensor do not fit",
+)
+
+
+def find_without_key() -> list[str]:
+    """The messages, of forall's form "call: cause", of errors that are made without a key."""
+    found = []
+    for tree in source.files().values():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and len(node.args) == 1
+            ):
+                text = text_of(node.args[0])
+                if node.func.id.endswith("Error") and cause_of(text) != text.splitlines()[0]:
+                    found.append(text)
+    return found
+
+
+def test_an_error_of_ours_has_a_key():
+    without = find_without_key()
+    assert without
+    assert [text for text in without if not any(words in text for words in UNDER_NO_KEY)] == []
+
+
 @pytest.mark.parametrize("entry", OF_ERRORS, ids=lambda entry: entry.key)
 def test_an_entry_shows_no_message_that_nothing_raises(entry):
     sites = [site for site in SITES if site.key == entry.key]
@@ -175,6 +216,23 @@ def test_errors_of_the_user_and_of_torch_name_none():
         with pytest.raises((ValueError, RuntimeError)) as caught:
             call()
         assert not any(NOTE in note for note in getattr(caught.value, "__notes__", []))
+
+
+def test_compiled_code_catches_an_error_in_one_graph():
+    def f(x):
+        try:
+            return random.normal(x, (2,))
+        except TypeError:
+            return x * 2
+
+    compiled = torch.compile(f, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), X * 2)
+
+
+def test_compiled_code_that_is_refused_names_the_entry():
+    with pytest.raises(TypeError, match="a key is an int64") as caught:
+        torch.compile(lambda x: random.normal(x, (2,)), backend="eager")(X)
+    assert entry_of(caught.value).key == "random-key"
 
 
 def test_a_caught_error_that_is_raised_again_keeps_its_note():

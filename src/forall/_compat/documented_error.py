@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from torch.compiler import is_dynamo_compiling as is_compiling
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -20,7 +22,8 @@ def documented_error(kind: type[E], key: str) -> Callable[[str], E]:
 
     def make(text: str) -> E:
         error = kind(text)
-        error.add_note(f"{NOTE}{key}")
+        if not is_compiling():  # Dynamo knows no notes; it runs the call again and raises there
+            error.add_note(f"{NOTE}{key}")
         return error
 
     return make
