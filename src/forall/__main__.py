@@ -3,7 +3,7 @@
 python -m forall script.py [argument ...]
 python -m forall -m module [argument ...]
 
-Prints cause and cure of an error: the key is in the last line of its message.
+Prints cause and cure of an error: a line below its message has the key.
 
 python -m forall explain KEY
 """
