@@ -118,6 +118,7 @@ def test_the_message_names_the_line_and_the_examples():
         vmap(root, max_steps=6): the loop goes on after max_steps=6 steps.
             at        {at}   while (x * x - a).abs() > 1e-9 * a:
             goes on   examples {", ".join(late)}
+            running   {len(late)} of {len(XS)} examples
         Allow more steps, or let the test end the loop sooner.
         """
     for _ in range(2):  # the second call knows that its examples part
@@ -125,6 +126,52 @@ def test_the_message_names_the_line_and_the_examples():
             vmap(root, max_steps=6)(XS)
         assert type(caught.value) is RuntimeError
         assert str(caught.value) == dedent(text).strip()
+
+
+def grown(x):
+    while x < 100:
+        x = x * 1.001
+    return x
+
+
+def grown_by_steps(x, end):
+    while x < end:
+        x = x + 1
+    return x
+
+
+def grown_twice(x):
+    if x < 0:
+        x = grown_by_steps(x, 0)
+    return grown_by_steps(x, 10)
+
+
+@pytest.mark.parametrize(
+    ("f", "xs", "options", "who", "running"),
+    [
+        (grown, [99.9, 1.0, 120.0], {"max_steps": 50}, "example 1", "1 of 3 examples"),
+        (grown, [1.0], {"max_steps": 50}, "example 0", "1 of 1 example"),
+        (grown, [1.0, 120.0, 2.0], {"max_steps": 50}, "examples 0, 2", "2 of 3 examples"),
+        (
+            grown,
+            [99.9, 120.0, 99.9, 1.0, 120.0],
+            {"max_steps": 50, "chunk_size": 2},
+            "example 3",
+            "1 of the 2 that run together, of 5 examples in all",
+        ),
+        # The second is at the same place, and was asked 5 times less: it runs, and may go on.
+        (grown_twice, [-5.0, 0.0, 20.0], {"max_steps": 12}, "example 0", "2 of 3 examples"),
+    ],
+)
+def test_the_message_counts_the_examples_that_still_run(f, xs, options, who, running):
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            vmap(f, **options)(torch.tensor(xs))
+        rows = [line.split("   ") for line in str(caught.value).splitlines()[2:4]]
+        assert [[cell.strip() for cell in row if cell] for row in rows] == [
+            ["goes on", who],
+            ["running", running],
+        ]
 
 
 def test_a_loop_that_would_never_end():

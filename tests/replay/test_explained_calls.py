@@ -13,6 +13,23 @@ X = torch.arange(1.0, 4.0)
 REPLAYED = "replayed: the recorded program ran in the place of the function"
 
 
+class Counter:
+    def __init__(self):
+        self.calls = 0
+        self.shapes = []
+
+    def count(self, x):
+        self.calls += 1
+        return x.sum()
+
+    def note(self, x):
+        self.shapes.append(x.shape)
+        return x.sum()
+
+
+HISTORY, LOG, CALLS, COUNTER = [], {"losses": []}, 0, Counter()
+
+
 def scalar(x):
     return x.square().sum() * x[0]
 
@@ -65,6 +82,88 @@ def test_a_call_that_is_not_replayed_tells_why_and_where(name, at_once):
     assert e.replay.startswith("no: printing uses print (")
     assert e.replay.endswith(f"test_explained_calls.py:{printing.__code__.co_firstlineno})")
     assert e.program == ""
+
+
+def append_to_a_list(x):
+    HISTORY.append(len(HISTORY))
+    return x.sum()
+
+
+def append_to_a_list_in_a_dict(x):
+    LOG["losses"].append(1)
+    return x.sum()
+
+
+def count_in_a_global(x):
+    global CALLS  # noqa: PLW0603 - this is what is tested
+    CALLS += 1
+    return x.sum()
+
+
+def count_in_an_attribute(x):
+    COUNTER.calls += 1
+    return x.sum()
+
+
+def close_over_counts():
+    calls, noted = 0, []
+
+    def count(x):
+        nonlocal calls
+        calls += 1
+        return x.sum()
+
+    def note(x):
+        noted.append(len(noted))
+        return x.sum()
+
+    return count, note
+
+
+def count_in_an_own_attribute(x):
+    count_in_an_own_attribute.calls = getattr(count_in_an_own_attribute, "calls", 0) + 1
+    return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("f", "what"),
+    [
+        (append_to_a_list, "the list HISTORY"),
+        (append_to_a_list_in_a_dict, "the list LOG['losses']"),
+        (count_in_a_global, "the global CALLS"),
+        (count_in_an_attribute, "the attribute COUNTER.calls"),
+        (close_over_counts()[0], "the variable calls"),
+        (count_in_an_own_attribute, "an attribute of count_in_an_own_attribute"),
+        (Counter().count, "the attribute .calls of a Counter"),
+        (Counter().note, "the list .shapes of a Counter"),
+    ],
+)
+def test_a_function_that_changes_state_tells_which(f, what, at_once):
+    for transformed, x in ((grad(f), X), (vmap(grad(f)), X.repeat(2, 1))):
+        for _ in range(8):
+            transformed(x)
+        assert explain(transformed)(x).replay == f"no: it changes Python's state: {what}"
+
+
+def test_an_argument_that_no_key_can_have_is_told(at_once):
+    f, x = grad(lambda x: x.to_dense().square().sum()), torch.eye(3).to_sparse()
+    for _ in range(80):
+        f(x)
+    assert explain(f)(x).replay == "no: an argument of layout torch.sparse_coo"
+
+
+def test_calls_of_which_no_two_are_alike_tell_so(at_once):
+    """What a closure holds counts as given, so a list that grows makes each call one of a kind."""
+    note = close_over_counts()[1]
+    for transformed, xs in (
+        (vmap(grad(note)), [X.repeat(2, 1)] * 80),
+        (grad(lambda x: scalar(x)), [torch.ones(n) for n in range(1, 80)]),
+    ):
+        for x in xs:
+            transformed(x)
+        assert explain(transformed)(x).replay == (
+            "no: no two calls are alike: what it is given, or closes over, is new in each"
+        )
 
 
 @pytest.mark.parametrize(

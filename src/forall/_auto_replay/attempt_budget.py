@@ -75,6 +75,10 @@ class AttemptBudget:
             self._vain, self.rest = 0, self._rest
             self._rest = min(2 * self._rest, LONGEST_PAUSE)
 
+    def has_paused(self) -> bool:
+        """True if so many looks in a row were in vain that calls passed, or pass, without one."""
+        return self._rest > LOOKS_BEFORE_PAUSE
+
     def may_attempt(self, hits: int) -> bool:
         """True if the budget allows one more attempt, which is counted as made."""
         self._debt = max(0, self._debt - (hits - self._paid))

@@ -67,6 +67,7 @@ _QUICK_COVERAGE = FullCoverage(
     most=1000
 )  # a quick walk: where it fails, the next call is observed instead
 _CHANGES = "what it reaches, or asks of numbers, changes from call to call"
+_NEW_KINDS = "no two calls are alike: what it is given, or closes over, is new in each"
 _RUNS_OTHERS = "what it runs changes from call to call"
 _FAILS = "it fails where it is recorded, and not as it is"
 
@@ -86,6 +87,7 @@ class AutoReplayCache(CallCache):
         self.leads_back = leads_back  # called if a program will hold a weakly held object
         self.stands_in = stands_in
         self.unseen: str | None = None  # the reason against replays without an observed call
+        self.unfit: str | None = None  # the reason why arguments of a call have no key
         self.attempts = AttemptBudget()
 
     def run(self, args: tuple, kwargs: dict, instead: Callable[[], Any]) -> Any:
@@ -109,6 +111,7 @@ class AutoReplayCache(CallCache):
         return True
 
     def run_unfit(self, args: tuple, kwargs: dict, why: str, instead: Callable[[], Any]) -> Any:
+        self.unfit = why
         self.attempts.count_miss(self.hits)
         return instead()
 
@@ -134,6 +137,12 @@ class AutoReplayCache(CallCache):
             self.unseen = self._analyze_purity(Guards(self.eager))
         found = (due.why for due in [*self.waiting.values()] if due.why is not None)
         return next(found, None) or (None if self.hits else self.unseen)
+
+    def find_futility(self) -> str | None:
+        """The reason why calls were looked at in vain where no obstacle is known, else None."""
+        if self.hits or self.known or not self.attempts.has_paused():
+            return None
+        return self.unfit or _NEW_KINDS
 
     def _analyze_purity(self, guards: Guards) -> str | None:
         if self.leads_back is not None and guards.leads_to_weak():

@@ -123,7 +123,7 @@ class Calls:
         replays = self.replays
         if replays is None:
             return ""
-        why = replays.find_obstacle()
+        why = replays.find_obstacle() or replays.find_futility()
         if why is not None:
             return f"no: {why}"
         return f"{replays.hits} calls so far" if replays.hits else ""

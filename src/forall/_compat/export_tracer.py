@@ -81,6 +81,9 @@ class PlainOperatorMode(_python_dispatch.TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+_PLAIN = PlainOperatorMode()  # torch 2.10 crashes where it pops a mode that nothing else holds
+
+
 class _after_autograd:
     """A block in which the tracer works after autograd; see NOTE [tracing before autograd].
 
@@ -98,7 +101,7 @@ class _after_autograd:
         for mode in reversed(self.modes):
             mode.pre_dispatch, mode._dispatch_key = False, None
             push_mode(mode)
-        push_mode(PlainOperatorMode())
+        push_mode(_PLAIN)
         self.functions = [pop_functions() for _ in range(_count_functions())]
         for mode in reversed(self.functions):
             if not isinstance(mode, PreDispatchTorchFunctionMode):

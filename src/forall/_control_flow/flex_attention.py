@@ -42,12 +42,13 @@ def map_over_scores(
     return fn
 
 
-def make_dense_mask(counts: Tensor, columns: Tensor, width: int) -> Tensor:
+def make_dense_mask(counts: Tensor, columns: Tensor, width: int | None = None) -> Tensor:
     """Return a block mask as 0 and 1, from lists of column indices of each row's blocks.
 
     This replaces torch's ``_ordered_to_dense``, which uses a transform of torch's own, and so
-    cannot be traced here.
+    cannot be traced here. Before torch 2.12 there are as many columns as a list has entries.
     """
+    width = columns.shape[-1] if width is None else width
     counted = torch.arange(columns.shape[-1], device=columns.device) < counts.unsqueeze(-1)
     dense = columns.new_zeros((*columns.shape[:-1], width + 1), dtype=torch.int32)
     at = torch.where(counted, columns, width).long()

@@ -160,14 +160,25 @@ class StepLimit:
             if int(counts.max()) > self.steps + 1:
                 late = (counts > self.steps + 1).nonzero()[:, 0].tolist()
                 self.reached = self._make_limit_error(
-                    SourceLine(frame.f_code.co_filename, frame.f_lineno), late
+                    SourceLine(frame.f_code.co_filename, frame.f_lineno), late, len(counts[rows])
                 )
                 raise self.reached
 
-    def _make_limit_error(self, place: SourceLine, late: list[int]) -> RuntimeError:
-        numbers = self.level.origin.numbers
-        who = format_examples([numbers[n] for n in late])
-        rows = [("at", f"{place}   {place.text()}".rstrip()), ("goes on", who)]
+    def _make_limit_error(self, place: SourceLine, late: list[int], running: int) -> RuntimeError:
+        """Return the error; ``running`` examples were asked, of which ``late`` are at the limit.
+
+        The others of these came to the loop later, or have been there less often.
+        """
+        origin, size = self.level.origin, self.level.size
+        who = format_examples([origin.numbers[n] for n in late])
+        whole = f"{size} example{'s' * (size != 1)}"
+        if size != origin.size:  # a chunk, or a group that agrees so far
+            whole = f"the {size} that run together, of {origin.size} examples in all"
+        rows = [
+            ("at", f"{place}   {place.text()}".rstrip()),
+            ("goes on", who),
+            ("running", f"{running} of {whole}"),
+        ]
         return documented_error(RuntimeError, "max-steps")(
             f"{self.call}: the loop goes on after max_steps={self.steps} steps.\n"
             f"{format_columns(rows)}\n"

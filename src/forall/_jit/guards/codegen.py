@@ -294,7 +294,7 @@ def _check_unset(rows):
 
 def _check_names(homes, names, values):
     return check_if_any(
-        homes, lambda: _are_all_same(map(dict.get, homes, names, repeat(UNSET)), values)
+        homes, lambda: are_all_same(map(dict.get, homes, names, repeat(UNSET)), values)
     )
 
 
@@ -305,8 +305,8 @@ def _check_entries(dicts, keys, values):
         dicts,
         lambda: (
             [*map(len, dicts)] == sizes
-            and _are_all_same(chain.from_iterable(map(_values, dicts)), values)
-            and _are_all_same(chain.from_iterable(dicts), keys)
+            and are_all_same(chain.from_iterable(map(_values, dicts)), values)
+            and are_all_same(chain.from_iterable(dicts), keys)
         ),
     )
 
@@ -315,11 +315,11 @@ def _check_lists(lists, entries):
     sizes, entries = [*map(len, entries)], [*chain(*entries)]
     return check_if_any(
         lists,
-        lambda: [*map(len, lists)] == sizes and _are_all_same(chain.from_iterable(lists), entries),
+        lambda: [*map(len, lists)] == sizes and are_all_same(chain.from_iterable(lists), entries),
     )
 
 
-def _are_all_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
+def are_all_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
     """True if the objects are identical, or are constants of one class that compare equal."""
     now = [*now]
     return all(map(is_, now, before)) or all(map(_is_same, now, before))

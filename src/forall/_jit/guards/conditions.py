@@ -16,6 +16,7 @@ from forall._jit.guards.codegen import (
     make_guard_checks,
 )
 from forall._jit.guards.leaves import allows_same_kernels, ask_safely
+from forall._jit.guards.state_changes import describe_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,6 +39,10 @@ class GuardConditions:
         """True if the state is unchanged."""
         now = self._get_checks()
         return now.quickly() or now.certainly()
+
+    def describe_change(self) -> str | None:
+        """Describe what of the user's state changed; None if that is of a library, or not found."""
+        return describe_change(self._state)
 
     def get_fast_tests(self) -> GuardTests:
         """Cheaper tests: if they pass, the state is unchanged; if not, it may be."""

@@ -218,7 +218,8 @@ class TracedCall:
             recorder.stop_recording(why)
         moved = recorder.why is None and not guards.hold()
         if moved:
-            recorder.stop_recording("it changes Python's state: a list, an attribute, a global")
+            what = guards.describe_change() or "a list, an attribute, a global"
+            recorder.stop_recording(f"it changes Python's state: {what}")
         if guards.ran.seen and recorder.notes.tells:  # it read one by a name that no code contains
             recorder.stop_recording(TELLING)
         views = find_output_bases(recorder, ends) if _have_history(ends) else None
