@@ -19,6 +19,7 @@ PAGES = {
     "index.md": "README.md",
     "about/changelog.md": "CHANGELOG.md",
     "about/contributing.md": "CONTRIBUTING.md",
+    "reference/errors.md": "src/forall/errors.md",
     "reference/benchmarks.md": "benchmarks/results.md",
     "reference/benchmarks_gpu.md": "benchmarks/results_h100.md",
 }

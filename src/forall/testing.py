@@ -11,6 +11,7 @@ from forall._api.jvp import jvp
 from forall._api.vjp import vjp
 from forall._api.vmap import vmap
 from forall._compat import pytree
+from forall._compat.documented_error import documented_error
 from forall._core.errors import TransformCall, format_columns, format_short
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ def check_vmap(
         given, _ = pytree.unflatten(example, spec)
         results.append(f(*given))
     if not results:
-        raise ValueError(f"{call}: there is no example.\nPass at least one, to compare with.")
+        raise documented_error(ValueError, "check-arguments")(
+            f"{call}: there is no example.\nPass at least one, to compare with."
+        )
     mapped = vmap(f, in_dims, out_dims, chunk_size=chunk_size)(*_copy_tensors(args))
     _, out_spec = pytree.flatten(results[0])
     places = mapped_inputs.OutDims("check_vmap", f, out_dims).expand_to_leaves(out_spec)
@@ -84,7 +87,7 @@ def check_grad(f: Callable, *args: torch.Tensor, order: int = 2, step: float = 1
     call = TransformCall("check_grad", f)
     for x in args:
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float64:
-            raise ValueError(
+            raise documented_error(ValueError, "check-arguments")(
                 f"{call}: arguments must be float64 tensors.\n"
                 f"{format_columns([('argument', format_short(x))])}\nConvert it: x.double()."
             )

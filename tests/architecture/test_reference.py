@@ -18,6 +18,7 @@ MADE_BY_THE_BUILD = {
     "about/changelog.md",
     "about/contributing.md",
     "reference/benchmarks.md",
+    "reference/errors.md",
     "reference/benchmarks_gpu.md",
 }
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from by_groups import EXPECTED
 from forall import grad, jacrev, jvp, vmap
+from golden import entry_of
 from oracle import loop
 
 ODD = torch.eye(3).repeat(5, 1, 1)
@@ -171,6 +172,7 @@ def test_what_failed_to_write_is_not_written_by_the_search():
     assert not targets[3:].any()  # the loop would not have come to them
 
 
-def test_our_own_errors_have_no_note():
+def test_our_own_errors_name_no_example():
     error = error_of(vmap(lambda x: x.sum().item(), divergence="error"), ODD)
-    assert not hasattr(error, "__notes__")
+    assert entry_of(error).key == "data-dependent"
+    assert len(error.__notes__) == 1

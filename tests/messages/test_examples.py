@@ -1,7 +1,6 @@
 """What is said of one example: that it failed, that its time is over, that it has no memory."""
 
 import inspect
-from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -94,12 +93,12 @@ def test_the_note_of_a_failing_example():
 def test_the_memory_of_one_example(f, call, cure):
     with refused(
         DataDependentError,
-        dedent("""
+        f"""
         vmap: {call} asks for the memory of one example.
             x   float32[2], one for each of 3 examples
         All examples lie in one stack, and none has memory of its own.
         {cure}
-        """).format(call=call, cure=cure),
+        """,
     ):
         vmap(f, divergence="error")(X)
 

@@ -48,45 +48,41 @@ def test_a_change_of_a_shared_tensor_once_for_every_example():
 
 
 @pytest.mark.parametrize(
-    ("f", "first"),
+    ("f", "does", "done"),
     [
         (
             lambda b, x: (b.add_(x), x * b),
-            "aten.mul.Tensor reads a tensor from before the call that the function has written to",
+            "aten.mul.Tensor reads",
+            "written to",
         ),
         (
             lambda b, x: (x * b, b.add_(x)),
-            "aten.add_.Tensor adds to a tensor from before the call that the function has read",
+            "aten.add_.Tensor adds to",
+            "read",
         ),
         (
             lambda b, x: (b.zero_(), b.add_(x)),
-            (
-                "aten.add_.Tensor adds to a tensor from before the call that the function has "
-                "overwritten"
-            ),
+            "aten.add_.Tensor adds to",
+            "overwritten",
         ),
         (
             lambda b, x: (x * b, b.zero_()),
-            (
-                "aten.zero_.default overwrites a tensor from before the call that the function has "
-                "read"
-            ),
+            "aten.zero_.default overwrites",
+            "read",
         ),
         (
             lambda b, x: (b.add_(x), b.mul_(2)),
-            (
-                "aten.mul_.Tensor writes to a tensor from before the call that the function has "
-                "written to otherwise"
-            ),
+            "aten.mul_.Tensor writes to",
+            "written to otherwise",
         ),
     ],
 )
-def test_what_another_example_would_meet(f, first):
+def test_what_another_example_would_meet(f, does, done):
     buffer = torch.zeros(2)
     with refused(
         RuntimeError,
         f"""
-        vmap: {first}.
+        vmap: {does} a tensor from before the call that the function has {done}.
             the tensor   float32[2]   shared by all examples
         In the loop an example would meet what those before it wrote; here all run as one.
         Return what each example adds, and add it up outside vmap. To give every example its own, map the tensor (in_dims) or clone it inside the function (.clone()).

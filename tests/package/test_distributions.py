@@ -34,11 +34,12 @@ def test_wheel_has_each_module_the_stub_and_the_marker_of_types(built):
     (wheel,) = built.glob("*.whl")
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("forall/")}
     source = ROOT / "src"
-    kinds = ("*.py", "*.pyi", "py.typed")
+    kinds = ("*.py", "*.pyi", "py.typed", "errors.md")
     there = {str(p.relative_to(source)) for kind in kinds for p in source.rglob(kind)}
     assert there <= names
     assert "forall/__init__.pyi" in names
     assert "forall/py.typed" in names
+    assert "forall/errors.md" in names
 
 
 def test_source_distribution_has_what_building_needs_and_no_tests(built):

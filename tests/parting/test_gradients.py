@@ -101,7 +101,7 @@ def test_a_branch_in_a_backward_pass_after_the_call_is_refused():
     with pytest.raises(DataDependentError) as caught:
         forall.vmap(f)(xs).sum().backward()
     assert "return g * 2 if x > 0 else g * x" in str(caught.value)
-    assert "vmap(grad(f))" in caught.value.__notes__[0]
+    assert any("vmap(grad(f))" in note for note in caught.value.__notes__)
     alike = torch.tensor([1.0, 2.0, 0.5], requires_grad=True)
     forall.vmap(f)(alike).sum().backward()
     assert alike.grad is not None

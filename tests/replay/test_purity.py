@@ -30,6 +30,7 @@ from forall._api.execution.transform_decorator import replay_transform
 from forall._auto_replay.purity import find_impurity
 from forall._auto_replay.replayed_calls import get_transform_calls
 from forall._jit.guards.build import Guards
+from golden import refused
 from jit.cases import Cubed
 
 STARTED = time.time()
@@ -358,7 +359,15 @@ def test_a_difference_is_told_when_asked(monkeypatch):
     f(torch.ones(3))
     (recorded,) = replays(f).known.values()
     monkeypatch.setattr(recorded, "run", lambda *_: (torch.zeros(3),))
-    with pytest.raises(RuntimeError, match="a replayed call gave"):
+    with refused(
+        RuntimeError,
+        """
+        forall: a replayed call gave
+        tensor([0., 0., 0.])
+        and not
+        tensor([1., 1., 1.])
+        """,
+    ):
         f(torch.ones(3))
 
 

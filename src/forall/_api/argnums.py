@@ -11,6 +11,7 @@ import torch
 from forall._api import argument_checks
 from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
 from forall._divergence import convert_if_running, thread
@@ -221,11 +222,13 @@ def find_places(
         return _check_argnum(call, args, argnums)
     if isinstance(argnums, tuple):
         if not argnums:
-            raise RuntimeError(f"{call}: argnums must not be empty.\nName at least one argument.")
+            raise documented_error(RuntimeError, "argnums-type")(
+                f"{call}: argnums must not be empty.\nName at least one argument."
+            )
         return _check_distinct(
             call, "argnums", argnums, tuple(_check_argnum(call, args, a) for a in argnums)
         )
-    raise RuntimeError(
+    raise documented_error(RuntimeError, "argnums-type")(
         f"{call}: argnums must be an int or a tuple of ints.\n"
         f"{format_columns([('argnums', format_short(argnums), type_name_of(argnums))])}\n"
         "Count the positional arguments from 0."
@@ -234,7 +237,7 @@ def find_places(
 
 def _check_argnum(call: TransformCall, args: tuple, argnum: Any) -> int:
     if not isinstance(argnum, int):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "argnums-type")(
             f"{call}: argnums must be an int or a tuple of ints.\n"
             f"{format_columns([('argnums', format_short(argnum), type_name_of(argnum))])}\n"
             "Count the positional arguments from 0."
@@ -242,7 +245,7 @@ def _check_argnum(call: TransformCall, args: tuple, argnum: Any) -> int:
     n = len(args)
     if not -n <= argnum < n:
         can = f"Give an int in [{-n}, {n}), and pass" if n else "Pass"
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "argnums-range")(
             f"{call}: argnums names an argument that the call does not have.\n"
             f"{format_columns([('argnums', str(argnum)), ('positional arguments', str(n))])}\n"
             f"{can} the argument by position, or name it in argnames."
@@ -252,7 +255,7 @@ def _check_argnum(call: TransformCall, args: tuple, argnum: Any) -> int:
 
 def _check_distinct(call: TransformCall, option: str, given: tuple, found: tuple) -> tuple:
     if len(set(found)) < len(found):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "argnums-twice")(
             f"{call}: {option} names an argument twice.\n"
             f"{format_columns([(option, repr(given))])}\nName each argument once."
         )
@@ -264,14 +267,14 @@ def _find_named_places(
 ) -> ArgPlaces:
     several = argnames if isinstance(argnames, tuple) else (argnames,)
     if not several or not all(isinstance(name, str) for name in several):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "argnums-type")(
             f"{call}: argnames must be a str or a tuple of strs.\n"
             f"{format_columns([('argnames', format_short(argnames), type_name_of(argnames))])}\n"
             "Give the names of the arguments."
         )
     if argnums != 0:
         rows = [("argnums", format_short(argnums)), ("argnames", format_short(argnames))]
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "argnums-twice")(
             f"{call}: argnums and argnames both say which arguments.\n"
             f"{format_columns(rows)}\n"
             "Give one of them."
@@ -292,7 +295,7 @@ def _find_position(call: TransformCall, args: tuple, kwargs: dict, name: str) ->
     try:
         parameters = list(get_signature(call.func).parameters.values())
     except ValueError:
-        raise ValueError(
+        raise documented_error(ValueError, "argnames")(
             f"{call}: argnames needs the names of the arguments.\n"
             f"{format_columns([('func', format_short(call.func))])}\n"
             "Python does not know them for this function. Pass them by keyword, or give argnums."
@@ -305,7 +308,7 @@ def _find_position(call: TransformCall, args: tuple, kwargs: dict, name: str) ->
     passed = by_position[: len(args)]
     if name not in passed:
         row = ("passed", ", ".join([*passed, *kwargs]) or "nothing")
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "argnames")(
             f"{call}: argnames names an argument that the call does not pass.\n"
             f"{format_columns([('argnames', repr(name)), row])}\n"
             "Pass the argument; a default is not differentiated."

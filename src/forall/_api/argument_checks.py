@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from forall._api.chunk_size import Chunks
 from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
 from forall._random.keys import check_key
@@ -24,7 +25,7 @@ def check_callable(verb: str, func: Any) -> None:
     if is_dynamo_compiling():
         return  # Dynamo can rarely tell if an object is callable, and traces this function
     if not callable(func):
-        raise TypeError(
+        raise documented_error(TypeError, "not-callable")(
             f"{verb}(func): func must be callable.\n"
             f"{format_columns([('func', format_short(func), type_name_of(func))])}\n"
             f"Pass the function itself, not its result: {verb}(f), not {verb}(f(x))."
@@ -36,7 +37,7 @@ def check_randomness(verb: str, flag: Any, *, keys: bool = False) -> None:
         check_key(f"{verb}(randomness={format_short(flag)})", flag)
     elif not isinstance(flag, str) or flag not in ("error", "different", "same"):
         flags = "'error' (default), 'different' and 'same'"
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "unknown-option")(
             f"{verb}(randomness={format_short(flag)}): no such flag.\n"
             f"It is one of {flags}{', or a key of forall.random' if keys else ''}."
         )
@@ -53,7 +54,7 @@ def refuse_own_options(
             "Use forall's transforms around it, and forall.jit in the place of torch.compile."
         )
     if isinstance(flag, torch.Tensor):
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "no-keyed-draw")(
             f"{call}: torch.compile and the transforms of torch.func cannot draw by a key.\n"
             f"{format_columns([('randomness', format_short(flag))])}\n"
             "Use forall's transforms around it, or hand each example a key: vmap(f)(x, split(key, "
@@ -63,7 +64,7 @@ def refuse_own_options(
 
 def check_divergence(verb: str, given: Any) -> None:
     if given not in ("split", "error"):
-        raise ValueError(
+        raise documented_error(ValueError, "unknown-option")(
             f"{verb}: divergence must be 'split' or 'error'.\n"
             f"{format_columns([('divergence', repr(given))])}\n"
             "'split' runs examples that part in groups; 'error' refuses them."
@@ -72,7 +73,7 @@ def check_divergence(verb: str, given: Any) -> None:
 
 def check_max_steps(verb: str, steps: Any) -> None:
     if steps is not None and (not isinstance(steps, int) or steps < 0):
-        raise ValueError(
+        raise documented_error(ValueError, "count-of-steps")(
             f"{verb}: max_steps counts steps.\n"
             f"{format_columns([('max_steps', format_short(steps), type_name_of(steps))])}\n"
             "Pass an int of at least 0, or None."
@@ -127,7 +128,7 @@ def check_chunk_size(verb: str, size: Any) -> None:
     automatic = size == "auto" or isinstance(size, Chunks)
     if size is None or automatic or (isinstance(size, int) and size > 0):
         return
-    raise ValueError(
+    raise documented_error(ValueError, "chunk-size")(
         f"{verb}(chunk_size={format_short(size)}): a chunk holds at least one example.\n"
         "Pass an int above 0, 'auto' for as many as fit, or None to run all examples at once."
     )
@@ -141,7 +142,7 @@ def check_primals(call: TransformCall, given: tuple) -> tuple[list, Any]:
     leaves, spec = flatten_without_escaped(given)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "primals")(
                 f"{call}: primals must hold tensors only.\n"
                 f"{format_columns([('primal', format_short(leaf), type_name_of(leaf))])}\n"
                 f"Close over anything else: lambda x: {get_short_name(call)}"
@@ -159,20 +160,22 @@ def get_short_name(call: TransformCall) -> str:
 def check_primals_tuple(call: TransformCall, given: Any) -> None:
     """Check that the primals of `jvp` are a tuple that holds something."""
     if not isinstance(given, tuple):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "primals")(
             f"{call}: primals must be a tuple, one entry per argument.\n"
             f"{format_columns([('primals', format_short(given), type_name_of(given))])}\n"
             "For one argument write (x,)."
         )
     if not pytree.get_leaves(given):
-        raise RuntimeError(f"{call}: primals is empty.\nPass at least one tensor.")
+        raise documented_error(RuntimeError, "primals")(
+            f"{call}: primals is empty.\nPass at least one tensor."
+        )
 
 
 def check_differentiable(
     call: TransformCall, x: torch.Tensor, error: type[Exception] = RuntimeError
 ) -> torch.Tensor:
     if not (x.is_floating_point() or x.is_complex()):
-        raise error(
+        raise documented_error(error, "not-differentiable")(
             f"{call}: only floating-point and complex tensors have a derivative.\n"
             f"{format_columns([('differentiated', format_short(x))])}\n"
             "Convert it (x.float()), or do not differentiate with respect to it."
@@ -183,7 +186,7 @@ def check_differentiable(
 def make_no_tensor_error(call: TransformCall, leaves: list) -> ValueError:
     """Return the error for arguments without a tensor; numbers beside tensors are no error."""
     rows = [("differentiated", format_short(x), type_name_of(x)) for x in leaves]
-    return ValueError(
+    return documented_error(ValueError, "nothing-to-differentiate")(
         f"{call}: there is no tensor to differentiate with respect to.\n"
         f"{format_columns(rows)}\n"
         f"{suggest_registration(leaves[0]) or 'Make it a tensor: torch.tensor(x).'}"
@@ -227,7 +230,7 @@ def check_real_or_complex(
     among = [x for x in tensors if isinstance(x, torch.Tensor)]
     for x in among:
         if x.is_nested:
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "nested-tensors")(
                 f"{call}: the {what} of a Jacobian must not be nested tensors.\n"
                 f"{format_columns([(what, format_short(x))])}\n"
                 "Take their rows (x.values()), which have one shape, or use vjp or jvp."
@@ -237,12 +240,12 @@ def check_real_or_complex(
         return
     rows = format_columns([(what, format_short(x)) for x in wrong])
     if holomorphic:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "holomorphic")(
             f"{call}: the {what} of a holomorphic function must be complex.\n{rows}\n"
             "Convert them (z.to(torch.complex64)), or leave out holomorphic."
         )
     option = HOLOMORPHIC_HINT if holomorphic is False and what == "inputs" else ""
-    raise RuntimeError(
+    raise documented_error(RuntimeError, "complex-derivative")(
         f"{call}: the {what} of a Jacobian must be real.\n{rows}\n"
         f"Take real and imaginary parts apart (torch.view_as_real), or use vjp or jvp.{option}"
     )
@@ -257,7 +260,7 @@ def refuse_nested_primals(call: TransformCall, tensors: list) -> None:
     """Refuse nested tensors as primals of `linearize`, whose recorded program has one shape."""
     for x in tensors:
         if x.is_nested:
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "nested-tensors")(
                 f"{call}: a primal must not be a nested tensor.\n"
                 f"{format_columns([('primal', format_short(x))])}\n"
                 "Take its rows (x.values()), which have one shape, or use jvp."
@@ -269,7 +272,7 @@ def refuse_nested_primals(call: TransformCall, tensors: list) -> None:
 
 def check_tangents(call: TransformCall, primals: list, spec: Any, given: Any) -> list:
     if not isinstance(given, tuple):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "primals")(
             f"{call}: tangents must be a tuple, one entry per primal.\n"
             f"{format_columns([('tangents', format_short(given), type_name_of(given))])}\n"
             "For one argument write (t,)."
@@ -280,7 +283,7 @@ def check_tangents(call: TransformCall, primals: list, spec: Any, given: Any) ->
             ("primals", pytree.format_tree(spec)),
             ("tangents", pytree.format_tree(tangent_spec)),
         ]
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "tangent-mismatch")(
             f"{call}: tangents must be shaped like primals.\n{format_columns(rows)}\n"
             "Give every primal one tangent, in the same tree."
         )
@@ -290,7 +293,7 @@ def check_tangents(call: TransformCall, primals: list, spec: Any, given: Any) ->
         if not isinstance(t, torch.Tensor) or p.shape != t.shape
     ]
     if rows:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "tangent-mismatch")(
             f"{call}: a tangent must have its primal's shape.\n{format_columns(rows)}\n"
             "A tangent is a direction in the space of its primal."
         )
@@ -302,7 +305,7 @@ def check_tangents(call: TransformCall, primals: list, spec: Any, given: Any) ->
         if p.is_complex() != t.is_complex()
     ]
     if rows:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "tangent-mismatch")(
             f"{call}: a tangent must be complex where its primal is, and real where it is.\n"
             f"{format_columns(rows)}\nConvert it: t.to(x.dtype), or t.real."
         )
@@ -312,7 +315,7 @@ def check_tangents(call: TransformCall, primals: list, spec: Any, given: Any) ->
 def split_off_vector(call: TransformCall, args: tuple) -> tuple[tuple, Any]:
     """Split the arguments of `hvp` into those of its function and the vector."""
     if len(args) < 2:
-        raise TypeError(
+        raise documented_error(TypeError, "hvp-vector")(
             f"{call}: the arguments of the function come first, then the vector.\n"
             f"{format_columns([('positional arguments', str(len(args)))])}\n"
             f"Pass both: hvp({get_short_name(call)})(x, v)."
@@ -325,7 +328,7 @@ def select_vector_leaves(call: TransformCall, given: Any, vector: Any) -> tuple:
     leaves, spec = flatten_without_escaped(vector)
     if spec != given.spec:
         rows = [("arguments", pytree.format_tree(given.spec)), ("vector", pytree.format_tree(spec))]
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "hvp-vector")(
             f"{call}: the vector must be shaped like what is differentiated.\n"
             f"{format_columns(rows)}\n"
             "Give it the same tree; several argnums take a tuple of vectors."
@@ -341,7 +344,7 @@ def check_same_dtype_device(call: TransformCall, primals: list, tangents: list) 
         if p.dtype != t.dtype or p.device != t.device
     ]
     if rows:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "tangent-mismatch")(
             f"{call}: a tangent must have its primal's dtype and device.\n{format_columns(rows)}\n"
             "Convert it: t.to(x)."
         )
@@ -354,14 +357,14 @@ def check_cotangents(call: TransformCall, outputs: list, spec: Any, given: Any) 
             ("output", pytree.format_tree(spec)),
             ("cotangents", pytree.format_tree(given_spec)),
         ]
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "cotangent-mismatch")(
             f"{call}: cotangents must be shaped like the output.\n{format_columns(rows)}\n"
             "Give every output one cotangent, in the same tree."
         )
     pairs = list(zip(outputs, leaves, strict=True))
     for _, c in pairs:
         if c is not None and not isinstance(c, torch.Tensor):
-            raise TypeError(
+            raise documented_error(TypeError, "cotangent-mismatch")(
                 f"{call}: a cotangent must be a tensor.\n"
                 f"{format_columns([('cotangent', format_short(c), type_name_of(c))])}\n"
                 "Make it one: torch.tensor(c)."
@@ -373,7 +376,7 @@ def check_cotangents(call: TransformCall, outputs: list, spec: Any, given: Any) 
         or (c is not None and c.shape != y.shape)
     ]
     if rows:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "cotangent-mismatch")(
             f"{call}: a cotangent must have its output's shape.\n{format_columns(rows)}\n"
             "A cotangent weighs every entry of its output."
         )
@@ -383,7 +386,7 @@ def check_cotangents(call: TransformCall, outputs: list, spec: Any, given: Any) 
         if c is not None and c.is_complex() != y.is_complex()
     ]
     if rows:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "cotangent-mismatch")(
             f"{call}: a cotangent must be complex where its output is, and real where it is.\n"
             f"{format_columns(rows)}\nConvert it: c.to(y.dtype), or c.real."
         )
@@ -395,7 +398,7 @@ def check_cotangents(call: TransformCall, outputs: list, spec: Any, given: Any) 
 
 def split_aux(call: TransformCall, out: Any, first: str = "output") -> tuple[Any, Any]:
     if not (isinstance(out, tuple) and len(out) == 2):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "has-aux")(
             f"{call}: with has_aux=True the function returns a tuple ({first}, aux).\n"
             f"{format_columns([('returned', format_short(out), type_name_of(out))])}\n"
             "Return two things, or leave has_aux out."
@@ -407,13 +410,13 @@ def check_outputs(call: TransformCall, out: Any) -> tuple[list, Any]:
     """The leaves of a function's output, which must be tensors."""
     leaves, spec = pytree.flatten(out)
     if not leaves:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "no-tensor-returned")(
             f"{call}: the function returned no tensor.\n"
             f"{format_columns([('returned', format_short(out))])}\nReturn at least one."
         )
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "no-tensor-returned")(
                 f"{call}: the function must return tensors, or trees of them.\n"
                 f"{format_columns([('returned', format_short(leaf), type_name_of(leaf))])}\n"
                 "has_aux=True lets you return other things beside them."
@@ -428,7 +431,7 @@ def check_floating_outputs(call: TransformCall, outputs: list) -> None:
         if not (y.is_floating_point() or y.is_complex())
     ]
     if rows:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "not-differentiable")(
             f"{call}: outputs must be floating-point or complex.\n{format_columns(rows)}\n"
             "No derivative reaches any other. Convert it, or return it beside, with has_aux=True."
         )
@@ -437,7 +440,7 @@ def check_floating_outputs(call: TransformCall, outputs: list) -> None:
 def check_scalar_value(call: TransformCall, value: Any, holomorphic: bool | None = None) -> None:
     """Check that a function returned a scalar; see `check_real_or_complex` for ``holomorphic``."""
     if not isinstance(value, torch.Tensor):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "no-tensor-returned")(
             f"{call}: the function must return a tensor.\n"
             f"{format_columns([('returned', format_short(value), type_name_of(value))])}\n"
             "Return the scalar to differentiate; has_aux=True lets you return more beside it."
@@ -445,20 +448,20 @@ def check_scalar_value(call: TransformCall, value: Any, holomorphic: bool | None
     with functions_off():
         rank, is_complex = value.dim(), value.is_complex()
     if rank:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "not-a-scalar")(
             f"{call}: the function must return a scalar, a tensor of rank 0.\n"
             f"{format_columns([('returned', format_short(value))])}\n"
             "Reduce it (.sum(), .mean()), or use jacrev for the derivative of every entry."
         )
     if holomorphic and not is_complex:
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "holomorphic")(
             f"{call}: a holomorphic function must return a complex number.\n"
             f"{format_columns([('returned', format_short(value))])}\n"
             "Convert it (y.to(torch.complex64)), or leave out holomorphic."
         )
     if is_complex and not holomorphic:
         option = "" if holomorphic is None else HOLOMORPHIC_HINT
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "complex-derivative")(
             f"{call}: the function must return a real number.\n"
             f"{format_columns([('returned', format_short(value))])}\n"
             "Return its real part or its absolute value, or use vjp with a complex cotangent."
@@ -467,7 +470,7 @@ def check_scalar_value(call: TransformCall, value: Any, holomorphic: bool | None
 
 
 def make_independence_error(call: TransformCall, y: torch.Tensor) -> RuntimeError:
-    return RuntimeError(
+    return documented_error(RuntimeError, "strict")(
         f"{call}: with strict=True every output must depend on the primals.\n"
         f"{format_columns([('output', format_short(y))])}\n"
         "Leave strict out to get zeros for it."

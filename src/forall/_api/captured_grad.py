@@ -23,6 +23,7 @@ from forall._autodiff.jvp_level import JvpLevel
 from forall._compat.autograd_graph import call_autograd_grad, cotangents_of, iterate_nodes
 from forall._compat.devices import copy_index_to
 from forall._compat.dispatch_state import functions_off, run_backward
+from forall._compat.documented_error import documented_error
 from forall._compat.private_api import PLAIN
 from forall._core.errors import format_columns, format_short
 from forall._core.levels import complete_gradient, is_from_outside, lift, stack, top
@@ -279,7 +280,7 @@ def _find_crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list
 
 def _make_refusal(call: str, what: str, wanted: Tensors, why: str) -> NotImplementedError:
     rows = [("with respect to", format_short(x)) for x in wanted]
-    return NotImplementedError(
+    return documented_error(NotImplementedError, "history-from-outside")(
         f"{call}: {what}, through the history of a tensor from before the call.\n"
         f"{format_columns(rows)}\n"
         f"{why}\n"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from forall._api.memory_budget import MemoryBudgetMode, find_free_memory
+from forall._compat.documented_error import documented_error
 from forall._core.errors import format_columns, format_short, type_name_of
 from forall._core.levels import top
 
@@ -60,7 +61,7 @@ class Chunks:
 
     def __post_init__(self) -> None:
         if not (self.size == "auto" or _is_count(self.size)):
-            raise ValueError(
+            raise documented_error(ValueError, "chunk-size")(
                 f"Chunks(size={format_short(self.size)}): a chunk holds at least one example.\n"
                 "Pass an int above 0, or 'auto' for as many as fit."
             )
@@ -76,9 +77,11 @@ class Chunks:
                     )
                 ]
             )
-            raise ValueError(f"Chunks: memory_budget counts bytes.\n{shown}\nPass an int above 0.")
+            raise documented_error(ValueError, "chunk-size")(
+                f"Chunks: memory_budget counts bytes.\n{shown}\nPass an int above 0."
+            )
         if self.size != "auto":
-            raise ValueError(
+            raise documented_error(ValueError, "chunk-size")(
                 f"Chunks(size={self.size}, memory_budget={self.memory_budget}): the budget tells "
                 "how many fit, so no size can be given.\nLeave one of the two out."
             )
@@ -99,7 +102,7 @@ class Chunks:
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
-            raise ImportError(
+            raise documented_error(ImportError, "missing-package")(
                 f"{self}: progress is shown by tqdm, which is not installed.\n"
                 "Install it (pip install 'forall[progress]'), or pass progress=False."
             ) from error

@@ -23,6 +23,7 @@ from forall._api.operator_costs import (
     measure_call,
 )
 from forall._api.vmap import run_and_report
+from forall._compat.documented_error import documented_error
 from forall._core import config
 from forall._core.code_table import find_code
 from forall._core.errors import format_bytes, format_columns, format_short, name_of, type_name_of
@@ -92,7 +93,7 @@ def explain(
         return functools.partial(explain_call, measure, transformed, how)
     if _is_jitted(transformed):
         return functools.partial(_explain_jitted, measure, transformed)
-    raise TypeError(
+    raise documented_error(TypeError, "not-callable")(
         "explain(transformed): it explains what vmap, grad or another transform returned.\n"
         f"{format_columns([('transformed', format_short(transformed), type_name_of(transformed))])}"
         "\nPass the transformed function, then its arguments: explain(vmap(f))(x)."

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,7 +26,7 @@ def draw_explanation(title: str, examples: int, steps: Sequence[Step], path: Any
     try:
         from matplotlib import colors, figure
     except ImportError:
-        raise ImportError(
+        raise documented_error(ImportError, "missing-package")(
             "Explanation.plot(): it draws with matplotlib, which is not installed.\n"
             "Install it (pip install matplotlib), or print the explanation."
         ) from None

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from forall._compat import pytree
+from forall._compat.documented_error import documented_error
 from forall._core.errors import format_columns, format_short, type_name_of
 from forall._core.levels import find_innermost_of, run_outside, stack
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
@@ -78,7 +79,7 @@ def _make_forward(cls: Any) -> Any:
                 FunctionVmapInfo(level.size, level.config.randomness), in_dims, *stacks
             )
         if not isinstance(given, tuple) or len(given) != 2:
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "custom-function-vmap")(
                 f"{cls.__name__}.vmap: returns the outputs and their out_dims.\n"
                 f"{format_columns([('returned', format_short(given), type_name_of(given))])}\n"
                 "Return (outputs, out_dims), with an int or None for each output."
@@ -95,7 +96,7 @@ def _wrap_outputs(cls: Any, out: Any, out_dims: Any, level: VmapLevel, own: dict
         dims = out_dims if isinstance(out_dims, (tuple, list)) else (out_dims,) * len(out)
         if len(dims) != len(out):
             rows = [("out_dims", format_short(out_dims)), ("outputs", str(len(out)))]
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "custom-function-vmap")(
                 f"{cls.__name__}.vmap: out_dims do not fit the outputs.\n"
                 f"{format_columns(rows)}\n"
                 "Return an int or None for each output."

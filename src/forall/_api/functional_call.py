@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import functorch_interop
+from forall._compat.documented_error import documented_error
 from forall._core.errors import format_columns
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def stack_module_state(
     if detach:
         return functorch_interop.call_torch_func("stack_module_state", models)
     if not len(models):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "stack-modules")(
             "stack_module_state(models): there is no module to stack.\nPass at least one."
         )
     _check_alike("class", [type(m).__name__ for m in models], [type(m) for m in models])
@@ -152,7 +153,7 @@ def _check_alike(what: str, shown: list[str], values: list | None = None) -> Non
     for i, value in enumerate(values):
         if value != values[0]:
             rows = [("models[0]", shown[0]), (f"models[{i}]", shown[i])]
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "stack-modules")(
                 f"stack_module_state(models): the modules differ in {what}.\n"
                 f"{format_columns(rows)}\n"
                 "Only modules that differ in their values alone can run as one."

@@ -21,6 +21,7 @@ from forall._autodiff import reverse_mode, standard_basis
 from forall._compat import functorch_interop, pytree
 from forall._compat.autograd_graph import iterate_nodes
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.private_api import get_version, set_version
 from forall._compat.storage import is_out_of_memory
 from forall._core.errors import TransformCall, format_columns, format_short
@@ -347,7 +348,7 @@ class _FirstRun:
         moved = {id(x) for x in self.xs if x.requires_grad}
         for t in self.written or ():
             if id(t) in moved:  # each chunk would give it history upon history
-                raise RuntimeError(
+                raise documented_error(RuntimeError, "modified-since")(
                     f"{self.call}: with a chunk_size, the function writes into the argument that "
                     "it is differentiated in, and a derivative is taken outside of it.\n"
                     f"{format_columns([('written to', format_short(t))])}\n"

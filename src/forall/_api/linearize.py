@@ -21,6 +21,7 @@ from forall._autodiff.linear_tape import (
 )
 from forall._compat import functorch_interop, pytree
 from forall._compat.dispatch_state import hold_forward_level
+from forall._compat.documented_error import documented_error
 from forall._compat.tensor_subclass import restore_users_class, unwrap_posed
 from forall._compat.transform_call import call_transform
 from forall._core.errors import TransformCall, format_columns, format_short
@@ -94,7 +95,7 @@ def _check_constants(call: TransformCall, play: Callable, constants: list) -> Ca
     def play_checked(seeds: list) -> list:
         for count in counts:
             if not count.has_no_writes():
-                raise RuntimeError(
+                raise documented_error(RuntimeError, "modified-since")(
                     f"{call}: a tensor that the derivative is made of has been modified by an "
                     "inplace operation since.\n"
                     f"{format_columns([('the tensor', format_short(count.of()))])}\n"

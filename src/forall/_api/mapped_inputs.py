@@ -14,6 +14,7 @@ from forall._api.argnums import get_signature
 from forall._api.nested_components import NestedExamples
 from forall._compat import pytree, tensordict
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
@@ -36,7 +37,7 @@ def bind_named_dims(
     try:
         parameters = get_signature(func)
     except ValueError:
-        raise ValueError(
+        raise documented_error(ValueError, "in-dims-names")(
             f"{call}: a dict of in_dims needs the names of the arguments.\n"
             f"{format_columns([('func', format_short(func))])}\n"
             "Python does not know them for this function. Give a tuple of in_dims."
@@ -56,7 +57,7 @@ def bind_named_dims(
     strangers = [name for name in in_dims if name not in known]
     if strangers:
         rows = [("in_dims", str(strangers[0])), ("passed", ", ".join(sorted(known)))]
-        raise ValueError(
+        raise documented_error(ValueError, "in-dims-names")(
             f"{call}: in_dims names an argument that the call does not pass.\n"
             f"{format_columns(rows)}\n"
             "Name only arguments that are passed."
@@ -80,14 +81,14 @@ def check_inputs(
     number of examples, if the user has given it.
     """
     if not isinstance(in_dims, (int, tuple, list)):
-        raise ValueError(
+        raise documented_error(ValueError, "in-dims-type")(
             f"{call}: in_dims must be an int, a tuple or a dict.\n"
             f"{format_columns([('in_dims', format_short(in_dims), type_name_of(in_dims))])}\n"
             "Give one int for all arguments, a tuple with one entry per argument, or a dict of "
             "names."
         )
     if not args and not kwargs and axis_size is None:
-        raise ValueError(
+        raise documented_error(ValueError, "nothing-mapped")(
             f"{call}: called without arguments.\n"
             "There is nothing to map over. Pass at least one tensor."
         )
@@ -165,7 +166,7 @@ def _check_dim(
                 type_name_of(dim),
             )
         ]
-        raise ValueError(
+        raise documented_error(ValueError, "in-dims-type")(
             f"{call}: a dim of in_dims must be an int or None.\n"
             f"{format_columns(rows)}\n"
             "Give the dim that counts the examples, or None to share the argument."
@@ -180,7 +181,7 @@ def _check_dim(
                 type_name_of(leaf),
             )
         ]
-        raise ValueError(
+        raise documented_error(ValueError, "only-tensors-mapped")(
             f"{call}: only tensors can be mapped.\n"
             f"{format_columns(rows)}\n"
             f"{argument_checks.suggest_registration(leaf) or cure}"
@@ -188,7 +189,7 @@ def _check_dim(
     if leaf.is_nested:
         if dim % leaf.dim():
             rows = [(find_arg_paths(args, kwargs)[i], format_short(leaf), f"in_dims {dim}")]
-            raise ValueError(
+            raise documented_error(ValueError, "nested-tensors")(
                 f"{call}: the examples of a nested tensor are its components, along dim 0.\n"
                 f"{format_columns(rows)}\n"
                 "Give it in_dims=0, or None to share it between examples."
@@ -204,7 +205,7 @@ def _check_dim(
             f"in_dims {dim}",
             f"rank {rank}",
         )
-        raise ValueError(
+        raise documented_error(ValueError, "in-dims-range")(
             f"{call}: in_dims names a dim that the argument does not have.\n"
             f"{format_columns([row])}\n{can}; to share the argument between examples, give it None."
         )
@@ -227,7 +228,7 @@ def _make_misfit_error(
     rows = [("in_dims", format_short(in_dims if named_dims is None else named_dims))]
     rows += [(f"args[{i}]", format_short(a)) for i, a in enumerate(args)]
     rows += [(f"kwargs[{k!r}]", format_short(a)) for k, a in kwargs.items()]
-    return ValueError(
+    return documented_error(ValueError, "in-dims-structure")(
         f"{call}: in_dims does not fit the arguments.\n{format_columns(rows)}\n"
         "A tuple of in_dims has one entry per argument; a tree of them is shaped like its argument."
     )
@@ -238,12 +239,14 @@ def _make_unmapped_error(call: TransformCall, args: tuple, in_dims: Any) -> Valu
     if not args:
         cure = "Keyword arguments are shared unless a dict names them: in_dims={'x': 0}."
     rows = [("in_dims", format_short(in_dims))]
-    return ValueError(f"{call}: no argument is mapped.\n{format_columns(rows)}\n{cure}")
+    return documented_error(ValueError, "nothing-mapped")(
+        f"{call}: no argument is mapped.\n{format_columns(rows)}\n{cure}"
+    )
 
 
 def _make_no_components_error(call: TransformCall, path: str, leaf: torch.Tensor) -> ValueError:
     rows = [(path, format_short(leaf))]
-    return ValueError(
+    return documented_error(ValueError, "nested-tensors")(
         f"{call}: a mapped nested tensor has no components.\n{format_columns(rows)}\n"
         "Nothing tells the shape of an example. Pass at least one."
     )
@@ -257,7 +260,7 @@ def _make_sizes_error(
         for path, leaf, d in zip(find_arg_paths(args, kwargs), leaves, dims, strict=True)
         if d is not None
     ]
-    return ValueError(
+    return documented_error(ValueError, "axes-differ")(
         f"{call}: the mapped axes differ in size.\n{format_columns(rows)}\n"
         "All must have one size. To share an argument between examples, give it in_dims=None."
     )
@@ -279,7 +282,7 @@ def _make_axis_size_error(
 
 
 def make_written_twice_error(call: TransformCall, leaf: torch.Tensor) -> RuntimeError:
-    return RuntimeError(
+    return documented_error(RuntimeError, "write-with-derivative")(
         f"{call}: a mapped argument was written in place, with a derivative at stake, and its "
         "memory was passed twice.\n"
         f"{format_columns([('written', format_short(leaf))])}\n"
@@ -300,7 +303,7 @@ def is_valid_out_dims(given: Any) -> bool:
 
 
 def make_out_dims_error(call: TransformCall) -> ValueError:
-    return ValueError(
+    return documented_error(ValueError, "out-dims-structure")(
         f"{call}: out_dims must be an int, None, or a tree of them.\n"
         f"{format_columns([('out_dims', format_short(call.options['out_dims']))])}\n"
         "Give the place of the examples in each result; None for one that is the same for all."
@@ -333,7 +336,7 @@ class OutDims:
         found = pytree.broadcast_prefix(given, spec)
         if found is None:
             rows = [("out_dims", format_short(given)), ("result", pytree.format_tree(spec))]
-            raise ValueError(
+            raise documented_error(ValueError, "out-dims-structure")(
                 f"{self.call}: out_dims does not fit the result.\n"
                 f"{format_columns(rows)}\n"
                 "Give one int for all results, or a tree of ints (or None) like the result."
@@ -344,7 +347,7 @@ class OutDims:
 def make_out_dim_error(call: TransformCall, result: torch.Tensor, place: int) -> IndexError:
     rank = result.dim() + 1
     rows = [("result of one example", format_short(result), f"out_dims {place}")]
-    return IndexError(
+    return documented_error(IndexError, "out-dims-range")(
         f"{call}: out_dims names a place that the result does not have.\n"
         f"{format_columns(rows)}\n"
         f"Give a place in [{-rank}, {rank})."
@@ -352,7 +355,7 @@ def make_out_dim_error(call: TransformCall, result: torch.Tensor, place: int) ->
 
 
 def make_nested_error(call: TransformCall, result: torch.Tensor) -> NotImplementedError:
-    return NotImplementedError(
+    return documented_error(NotImplementedError, "nested-tensors")(
         f"{call}: a nested tensor is a result of each example, and nothing can hold all of them.\n"
         f"{format_columns([('result of one example', format_short(result))])}\n"
         "Return its rows (x.values()), or its components in a list (x.unbind())."
@@ -364,7 +367,7 @@ def keep_unmapped(places: OutDims, result: torch.Tensor, level: Any) -> torch.Te
     if not (isinstance(result, BatchedTensor) and result.level is level):
         return result
     if result.axis is not None:
-        raise ValueError(
+        raise documented_error(ValueError, "out-dims-none")(
             f"{places.call}: out_dims is None for a result that differs between the examples.\n"
             f"{format_columns([('result of one example', format_short(result))])}\n"
             "Give it an int: the place of the examples in the result."
@@ -394,7 +397,7 @@ def check_contexts(places: OutDims, spec: Any) -> None:
 def _make_hidden_error(
     call: TransformCall, result: str, held: Any, cure: str | None = None
 ) -> ValueError:
-    return ValueError(
+    return documented_error(ValueError, "hidden-tensors")(
         f"{call}: a result holds tensors where torch's trees do not see them.\n"
         f"{format_columns([('result', result), ('holds', format_short(held))])}\n"
         f"{cure or 'Return its tensors in a tuple, a list or a dict.'}"
@@ -426,7 +429,7 @@ def join_column(call: TransformCall, column: tuple, place: int | None, firsts: l
                 (f"example {firsts[0]}", format_short(first), type_name_of(first)),
                 (f"example {number}", format_short(other), type_name_of(other)),
             ]
-            raise ValueError(
+            raise documented_error(ValueError, "result-is-no-tensor")(
                 f"{call}: a result that is no tensor differs between the examples.\n"
                 f"{format_columns(rows)}\n"
                 "Tensors and numbers are stacked; anything else must be the same for all. Return "
@@ -442,7 +445,7 @@ def _check_same_shapes(call: TransformCall, column: tuple, place: int, firsts: l
     for number, shape in zip(firsts, shapes, strict=True):
         if shape != shapes[0]:
             rows = [(f"example {firsts[0]}", f"{shapes[0]}"), (f"example {number}", f"{shape}")]
-            raise ValueError(
+            raise documented_error(ValueError, "results-differ-in-shape")(
                 f"{call}: the results of the examples differ in shape.\n{format_columns(rows)}\n"
                 "They cannot be stacked. Return the same shape for every example, or say "
                 "ragged=True for a nested tensor."
@@ -456,7 +459,7 @@ def make_trees_error(
         (f"example {first}", pytree.format_tree(spec)),
         (f"example {number}", pytree.format_tree(other)),
     ]
-    return ValueError(
+    return documented_error(ValueError, "results-differ-in-structure")(
         f"{call}: the results of the examples differ in structure.\n{format_columns(rows)}\n"
         "Return the same tree for every example."
     )

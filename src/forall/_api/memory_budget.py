@@ -10,6 +10,7 @@ import torch
 
 from forall._compat import exception_safety
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.exception_safety import contextmanager
 from forall._compat.lazy_bits import call_with_lazy_bits
 from forall._compat.private_api import DispatchMode, StorageWeakRef
@@ -83,7 +84,7 @@ class MemoryBudgetMode(DispatchMode):
         self._made = {k: (s, n) for k, (s, n) in self._made.items() if not s.expired()}
         self._bytes = sum(n for _, n in self._made.values())
         if self._bytes > self.limit:
-            raise MemoryError(
+            raise documented_error(MemoryError, "memory-budget")(
                 f"{self.words}: tensors take {format_bytes(self._bytes)}, and may take "
                 f"{format_bytes(self.limit)}.\n"
                 "Pass a larger memory_budget, or make less at once."

@@ -8,6 +8,7 @@ import torch
 
 from forall._api.nested_components import NestedExamples
 from forall._compat import pytree
+from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.errors import format_columns
 from forall._core.levels import top
@@ -65,20 +66,20 @@ def nest_results(call: TransformCall, tree: Any, given: Sequence[Any], *, always
             rows = [("out_dims", str(place))]
             if other is not None:
                 rows += [(f"example {n}", str(shapes[n])) for n in (0, other)]
-            raise ValueError(
+            raise documented_error(ValueError, "results-differ-in-shape")(
                 f"{call}: results of several shapes leave as a nested tensor, examples first.\n"
                 f"{format_columns(rows)}\n"
                 "Give out_dims=0 (its default), or return the same shape for every example."
             )
         if top() is not None or any(isinstance(t, Wrapper) for t in examples):
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "results-differ-in-shape")(
                 f"{call}: results of several shapes inside another transform.\n"
                 "Torch's nested tensors take ordinary tensors alone.\n"
                 "Pad the results to one shape, or return them from the outermost vmap."
             )
         if len({*map(len, shapes)}) > 1:
             rows = [(f"example {n}", str(shapes[n])) for n in (0, other or 0)]
-            raise ValueError(
+            raise documented_error(ValueError, "results-differ-in-shape")(
                 f"{call}: the results of the examples differ in rank.\n{format_columns(rows)}\n"
                 "A nested tensor has components of one rank. Return the same for every example."
             )

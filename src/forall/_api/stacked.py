@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._compat.tensor_subclass import (
     convert_to_class,
     get_users_class,
@@ -50,7 +51,7 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
         torch.Size([5, 4])
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
+        raise documented_error(TypeError, "stacked")(
             f"stacked: the argument is no tensor.\n    given   {type_name_of(tensor)}\n"
             "Give it one tensor at a time."
         )
@@ -62,7 +63,7 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
             with run_outside(level):
                 tensor = boundary.example_to_stack(tensor, 0, level)  # pyright: ignore[reportArgumentType]
         elif level.active:
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "tangent-lost")(
                 "stacked: a value of a jvp that is running has a tangent, which would be lost.\n"
                 "Take the stack outside the jvp, or of x.detach()."
             )

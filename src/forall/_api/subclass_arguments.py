@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.tensor_subclass import (
     can_be_posed,
     convert_to_class,
@@ -115,7 +116,7 @@ def _make_difference_error(
         for i, kind, own in seen
     ]
     name = get_users_class(leaf).__name__
-    return ValueError(
+    return documented_error(ValueError, "tensor-subclass")(
         f"{call}: the examples of a tensor of class {name} differ in what "
         f"x.select(dim, i) hands on.\n{format_columns(rows)}\n"
         "Hand on a tensor for each example, or pass what differs as an argument of its own."

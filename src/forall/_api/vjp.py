@@ -15,6 +15,7 @@ from forall._autodiff.dual_tensor import make_dual, unpack_dual
 from forall._compat import functorch_interop, pytree
 from forall._compat.autograd_graph import iterate_nodes
 from forall._compat.dispatch_state import functions_off, is_functorch_wrapped
+from forall._compat.documented_error import documented_error
 from forall._compat.inference_mode import copy_if_inference
 from forall._compat.lazy_bits import pass_lazy_zeros
 from forall._compat.tensor_subclass import unwrap_posed
@@ -141,7 +142,7 @@ class GraphPullback:
         if level is self.level or not self._is_inside(level):
             return self._run(cots, retain_graph)
         if any(is_functorch_wrapped(c) for c in cots):
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "mixed-with-torch-func")(
                 "vjp: its function is called inside a transform of torch.func that is itself "
                 "inside one of forall.\n"
                 "Such a value cannot be pulled back through a graph from outside both.\n"

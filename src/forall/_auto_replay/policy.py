@@ -20,6 +20,7 @@ from forall._auto_replay.attempt_budget import REPLAYS_PER_ATTEMPT, AttemptBudge
 from forall._auto_replay.purity import find_impurity
 from forall._compat import pytree, rng_state
 from forall._compat.autograd_graph import find_autograd_node
+from forall._compat.documented_error import documented_error
 from forall._compat.native_guards import get_dict_version
 from forall._compat.private_api import has_global_hooks
 from forall._compat.transform_call import call_transform
@@ -448,12 +449,16 @@ def _check_replay(
     ours, tree = pytree.flatten(found)
     theirs, wanted = pytree.flatten(expected)
     if tree != wanted or not all(map(_is_same, ours, theirs)):
-        raise RuntimeError(f"forall: a replayed call gave\n{found}\nand not\n{expected}")
+        raise documented_error(RuntimeError, "replay-check")(
+            f"forall: a replayed call gave\n{found}\nand not\n{expected}"
+        )
     if isinstance(recorded, DifferentiableEntry):
         given = [t for t in (*tensors, *recorded.captured) if t.requires_grad]
         slopes, expected = (_compute_gradients(leaves, given) for leaves in (ours, theirs))
         if not all(map(_is_same, slopes, expected)):
-            raise RuntimeError(f"forall: a replayed pull-back gave\n{slopes}\nand not\n{expected}")
+            raise documented_error(RuntimeError, "replay-check")(
+                f"forall: a replayed pull-back gave\n{slopes}\nand not\n{expected}"
+            )
 
 
 def _compute_gradients(leaves: list, given: list[torch.Tensor]) -> list[torch.Tensor | None]:

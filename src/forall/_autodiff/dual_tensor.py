@@ -13,6 +13,7 @@ from forall._compat.dispatch_state import (
     functions_off,
     no_dispatch,
 )
+from forall._compat.documented_error import documented_error
 from forall._compat.inference_mode import copy_if_inference
 from forall._compat.jagged_layout import Jagged
 from forall._compat.lazy_bits import attach_tangent
@@ -87,7 +88,7 @@ class DualTensor(Wrapper):
         if rest is not self:
             return getattr(rest, name)(*args, **kwargs)
         if name not in READS:
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "memory-of-one-example")(
                 f"jvp: x.{name}() asks for the memory of a tensor that has a tangent.\n"
                 "Use torch's operators on it, or do this outside jvp."
             )
@@ -224,7 +225,7 @@ class KeepPrimal(torch.autograd.Function):
 
 
 def loses_tangent(name: str) -> RuntimeError:
-    return RuntimeError(
+    return documented_error(RuntimeError, "tangent-lost")(
         f"jvp: x.{name}() would lose the tangent that x has.\n"
         f"Use x.detach().{name}() if that is meant, or operators of torch."
     )

@@ -34,6 +34,7 @@ from forall._compat.dispatch_state import (
     hold_forward_level,
     no_dispatch,
 )
+from forall._compat.documented_error import documented_error
 from forall._compat.exception_safety import contextmanager
 from forall._compat.lazy_bits import attach_tangent
 from forall._compat.private_api import split_tangent
@@ -385,7 +386,7 @@ def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
     some = tuple(torch.ones_like(y).flatten().cumsum(0).view_as(y) for y in ys)
     found = pull_back(tuple(ys), some, hidden, create_graph=False)
     if any(g is not None and _is_nonzero(g) for g in found):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "no-second-derivative")(
             "jvp: the backward of a custom Function or operator computes what autograd does not "
             "record: on detached tensors, in numpy or in an extension.\n"
             "Forward mode differentiates that backward, and would take its gradient for zero.\n"

@@ -46,6 +46,7 @@ from forall._compat.dispatch_state import (
     is_excluded,
     is_forward_enabled,
 )
+from forall._compat.documented_error import documented_error
 from forall._compat.jagged_layout import Jagged, replace_raw_rows
 from forall._compat.lazy_bits import materialize_tangent
 from forall._compat.op_schema import find_functional, find_written_tensors, get_facts
@@ -444,7 +445,7 @@ class JvpLevel(DualLevel, DispatchMode):
         foreign = [t for t in targets if self._is_outside(t)]
         if foreign and any(self.carries_tangent(a) for a in (*args, *kwargs.values())):
             rows = [("written to", format_short(foreign[0]), "from before the call")]
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "tangent-lost")(
                 f"jvp: {func} writes a value that has a tangent into a tensor from outside.\n"
                 f"{format_columns(rows)}\n"
                 "Clone it inside the function (.clone()), or pass it as a primal."

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts, map_arguments
 from forall._compat.private_api import OpOverload, functions_pass, split_tangent
 from forall._compat.storage import get_storage_id, has_memory
@@ -112,7 +113,7 @@ class TapeLevel(Level):
             return self._add_node(node, out)
         target = args[fact.mutates[0]] if isinstance(fact.mutates[0], int) else None
         if not isinstance(target, Tape):
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "tangent-lost")(
                 f"linearize: {func} writes a tangent into a tensor that has none.\n"
                 "Use the form that returns a new tensor."
             )

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from forall._compat.dispatch_state import apply_own_function, functions_off
+from forall._compat.documented_error import documented_error
 from forall._core.levels import find_innermost_of, graph_free, lift
 
 # Torch's own function whose gradients are computed with the value, and so have no history.
@@ -66,12 +67,12 @@ class OnceDifferentiableHook:
 
 def _raise_error(name: str) -> Any:
     if name.startswith(_CHUNKED_LOSS):
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "no-second-derivative")(
             "linear_cross_entropy(.., options=..): trying to differentiate twice a loss whose "
             "gradients are found with its value, in chunks.\n"
             "Leave out options, for all at once."
         )
-    raise RuntimeError(
+    raise documented_error(RuntimeError, "no-second-derivative")(
         f"{name}: trying to differentiate twice a function that was marked with "
         "@once_differentiable.\n"
         "Forward mode (jvp, jacfwd, hessian) differentiates the backward of a Function as well.\n"

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._core.errors import format_columns, format_short
 
 
 def make_tangent_error(value: torch.Tensor) -> NotImplementedError:
-    return NotImplementedError(
+    return documented_error(NotImplementedError, "sparse-layout")(
         "jvp: forward mode has no tangent of a sparse tensor.\n"
         f"{format_columns([('value', format_short(value))])}\n"
         "Use reverse mode (vjp, grad, jacrev), or make it sparse outside."

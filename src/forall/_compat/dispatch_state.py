@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from forall._compat import exception_safety, inference_mode
 from forall._compat.device_threads import has_device_threads, one_thread
+from forall._compat.documented_error import documented_error
 from forall._compat.exception_safety import contextmanager
 from forall._compat.private_api import count_dispatch_modes
 from forall._compat.trace_modes import hide_own_tensors, suspend_own_modes
@@ -120,7 +121,7 @@ class _ForwardLevel:
     def enter(self) -> None:
         with self.lock:
             if self.held.users or (not self.threads and forward_ad._current_level >= 0):
-                raise NotImplementedError(
+                raise documented_error(NotImplementedError, "dual-level")(
                     "jvp: called inside torch.autograd.forward_ad.dual_level().\n"
                     "PyTorch has one forward-mode level in a process, and it is taken.\n"
                     "Use forall.jvp for the outer derivative too."
@@ -246,7 +247,7 @@ def _is_tracing_linearize(frame: Any) -> bool:
 def refuse_inside_linearize() -> None:
     """Raise inside torch.func.linearize, whose trace would keep values of levels as constants."""
     if has_users_tangents() and _called_by(_is_tracing_linearize):
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "mixed-with-torch-func")(
             "torch.func.linearize: its function calls a transform of forall.\n"
             "It traces the function and takes what the transform computes for constant.\n"
             "Use forall.linearize instead."
@@ -257,7 +258,7 @@ def _refuse_linearize() -> None:
     if _called_by(_is_tracing_linearize) and _called_by(
         lambda frame: frame.f_code.co_filename.startswith(_API)
     ):
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "mixed-with-torch-func")(
             "torch.func.linearize: called inside a transform of forall.\n"
             "Its program is constant in the point, so outer derivatives would be wrong.\n"
             "Use forall.linearize instead."

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -102,7 +104,7 @@ def is_numpy_value(a: Any) -> bool:
 def call_ufunc(func: Any, method: str, inputs: tuple, kwargs: dict, level: Any) -> Any:
     """Implement __array_ufunc__ for values of ``level``."""
     if kwargs.get("out") is not None:
-        raise TypeError(
+        raise documented_error(TypeError, "numpy")(
             f"np.{func.__name__}: out= cannot take a tensor's values.\n"
             "Use the result, or torch's operators."
         )

@@ -27,6 +27,7 @@ from forall._compat.dispatch_state import (
     has_own_dispatch,
     no_dispatch,
 )
+from forall._compat.documented_error import documented_error
 from forall._compat.private_api import (
     DispatchMode,
     count_dispatch_modes,
@@ -368,7 +369,7 @@ def run_on_wrappers(mode: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     args, kwargs, stands = unwrap_posed_args(args, kwargs)
     for wrapper in (p._forall_bare for p in stands.values()):
         if wrapper.requires_grad and not stands[id(wrapper)].requires_grad:
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "tensor-subclass")(
                 f"{func} takes a tensor of class {stands[id(wrapper)].kind.__name__} with "
                 "__torch_function__ off, and the tensor has got its history since it was made.\n"
                 "Leave __torch_function__ on, or use x.as_subclass(torch.Tensor)."

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import TreeSpec
 
+from forall._compat.documented_error import documented_error
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -103,7 +105,7 @@ def _replace_dims(spec: TreeSpec, dims: Iterator, new: list, gone: int) -> tuple
     kept = spec._context
     size = _get_batch_size(spec)
     if _is_lazy_stack(spec) and found != {None}:
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "tensor-subclass")(
             f"vmap: a {spec.type.__name__} keeps its examples apart, one tensor for each.\n"
             f"    stack_dim   {kept['stack_dim']}\n"
             "Stack its tensors (x.contiguous(), or x.to_tensordict())."

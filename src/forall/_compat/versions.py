@@ -16,6 +16,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
+from forall._compat.documented_error import documented_error
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
     from types import ModuleType
@@ -119,7 +121,7 @@ def require_called(name: str, module: ModuleType, *callers: str) -> None:
 
 
 def _make_release_error(what: str) -> ImportError:
-    return ImportError(
+    return documented_error(ImportError, "torch-release")(
         f"forall: this release of torch is not known, and derivatives could come out wrong.\n"
         f"    torch   {torch.__version__}, where {what}\n"
         f"Install a torch that forall was tested on, from {_name_tested_releases()}."

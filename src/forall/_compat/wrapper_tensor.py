@@ -18,6 +18,7 @@ from forall._compat.dispatch_state import (
     no_dispatch,
     set_excluded,
 )
+from forall._compat.documented_error import documented_error
 from forall._compat.lazy_bits import copy_lazy_bits, disable_lazy_bits
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -62,7 +63,7 @@ class Wrapper(torch.Tensor):
         Code that makes many wrappers writes to their ``__dict__``, at no cost.
         """
         if name in OURS and not sys._getframe(1).f_globals["__name__"].startswith("forall."):
-            raise AttributeError(
+            raise documented_error(AttributeError, "tensor-subclass")(
                 f"x.{name} = ...: a tensor inside a transform of forall has a .{name} already.\n"
                 f"Take another name, or x.as_subclass(Sub), which keeps a .{name} of its own."
             )
@@ -178,7 +179,7 @@ def _refuse_wrappers(torchs: Any) -> Any:
     @functools.wraps(torchs)
     def call(self: Any, *tensors: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Wrapper) for x in tensors):
-            raise TypeError(
+            raise documented_error(TypeError, "memory-of-one-example")(
                 f"{self.kernel_name}(...): a kernel of torch.cuda.jiterator cannot run inside a "
                 "transform of forall, as it reads the memory of its arguments.\n"
                 "Call it in a torch.library.custom_op: that runs once per example, and takes a "
@@ -256,7 +257,7 @@ def get_strides(value: torch.Tensor) -> tuple[int, ...]:
                 return value.stride()
         return value.stride()
     except RuntimeError as error:
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "sparse-layout")(
             f"A tensor of layout {value.layout} has no strides, so nothing can stand for it here.\n"
             "Make it dense (.to_dense()) or of coordinates (.to_sparse_coo())."
         ) from error

@@ -8,6 +8,7 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._control_flow.loop_carry import (
     OperatorCall,
     find_leaf_paths,
@@ -107,17 +108,19 @@ def _check_axis(call: OperatorCall, elems: Any, leaves: list, axis: int) -> int:
     with functions_off():
         for name, x in zip(names, leaves, strict=True):
             if not isinstance(x, torch.Tensor):
-                raise TypeError(
+                raise documented_error(TypeError, "scan-elements")(
                     f"{call}: elems must hold tensors only.\n"
                     f"{format_columns([('elems' + name, format_short(x), type_name_of(x))])}\n"
                     "Put what is the same for all elements into the function."
                 )
         if not leaves:
-            raise ValueError(f"{call}: elems holds no tensor.\nPass at least one.")
+            raise documented_error(ValueError, "scan-elements")(
+                f"{call}: elems holds no tensor.\nPass at least one."
+            )
         place = axis + leaves[0].dim() if axis < 0 else axis
         for name, x in zip(names, leaves, strict=True):
             if not 0 <= place < x.dim():
-                raise IndexError(
+                raise documented_error(IndexError, "scan-elements")(
                     f"{call}: a tensor has no dim {axis}.\n"
                     f"{format_columns([('elems' + name, format_short(x))])}\n"
                     "Name the dim that counts the elements: axis."
@@ -128,7 +131,7 @@ def _check_axis(call: OperatorCall, elems: Any, leaves: list, axis: int) -> int:
                 ("elems" + name, format_short(x), f"axis {axis}", f"size {x.shape[place]}")
                 for name, x in zip(names, leaves, strict=True)
             ]
-            raise ValueError(
+            raise documented_error(ValueError, "scan-elements")(
                 f"{call}: the numbers of elements differ.\n"
                 f"{format_columns(rows)}\nAll must have one size."
             )
@@ -137,7 +140,7 @@ def _check_axis(call: OperatorCall, elems: Any, leaves: list, axis: int) -> int:
 
 def _structures_differ(call: OperatorCall, given: Any, returned: Any) -> TypeError:
     rows = [("given", pytree.format_tree(given)), ("returned", pytree.format_tree(returned))]
-    return TypeError(
+    return documented_error(TypeError, "scan-function")(
         f"{call}: the function returns another structure than it was given.\n"
         f"{format_columns(rows)}\n"
         "Return a tree like each of the two that it takes."
@@ -149,7 +152,7 @@ def _leaves_differ(call: OperatorCall, path: str, given: Any, returned: Any) -> 
         ("given", "a" + path, format_short(given)),
         ("returned", "a" + path, format_short(returned)),
     ]
-    return TypeError(
+    return documented_error(TypeError, "scan-function")(
         f"{call}: the function returns another shape or dtype than it was given.\n"
         f"{format_columns(rows)}\n"
         "It is given slices of many elements, the axis that counts them included, and returns "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._control_flow.loop_carry import OperatorCall
 from forall._control_flow.merge_branches import run_either
 from forall._core.errors import format_columns, format_short, type_name_of
@@ -77,7 +78,9 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     branches = tuple(branches)
     call = OperatorCall("switch(index, [*])", *branches)
     if not branches:
-        raise ValueError(f"{call}: there is no branch.\nPass at least one function.")
+        raise documented_error(ValueError, "not-callable")(
+            f"{call}: there is no branch.\nPass at least one function."
+        )
     _check_branch_index(call, index)
     if stack.listening:
         notify_listeners()
@@ -107,7 +110,7 @@ def _check_branch_index(call: OperatorCall, index: Any) -> None:
             whole = not (index.is_floating_point() or index.is_complex())
             if whole and index.numel() == 1 and index.dtype != torch.bool:
                 return
-    raise TypeError(
+    raise documented_error(TypeError, "one-number")(
         f"{call}: the index must be one whole number.\n"
         f"{format_columns([('index', format_short(index), type_name_of(index))])}\n"
         "Pass an int, or a tensor of shape () with a dtype of integers: index.long()."

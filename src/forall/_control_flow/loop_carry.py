@@ -12,6 +12,7 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._core.errors import format_columns, format_short, name_of, type_name_of
 
 NUMBERS = (bool, int, float, complex)
@@ -30,7 +31,7 @@ class OperatorCall:
         self.functions = functions
         for f in functions:
             if not callable(f):
-                raise TypeError(
+                raise documented_error(TypeError, "not-callable")(
                     f"{self}: what it runs must be a function.\n"
                     f"{format_columns([('given', format_short(f), type_name_of(f))])}\n"
                     "Pass the function itself, not its result."
@@ -127,7 +128,7 @@ def stack_ys(call: OperatorCall, column: list, path: str) -> Any:
         return torch.tensor(column)
     if column[0] is None:
         return None
-    raise TypeError(
+    raise documented_error(TypeError, "scan-results")(
         f"{call}: what each step gives must be tensors, numbers or None.\n"
         f"{format_columns([(path, format_short(column[0]), type_name_of(column[0]))])}\n"
         "They are stacked: return a tensor."
@@ -141,7 +142,7 @@ def find_leaf_paths(tree: Any) -> list[str]:
 
 def _structures_differ(call: OperatorCall, name: str, old: Any, new: Any, step: int) -> TypeError:
     rows = [("before", pytree.format_tree(old)), (f"step {step}", pytree.format_tree(new))]
-    return TypeError(
+    return documented_error(TypeError, "carry-changes")(
         f"{call}: {name} changes its structure.\n{format_columns(rows)}\n"
         "Each step returns a tree like the one before it."
     )
@@ -152,7 +153,7 @@ def _leaves_differ(call: OperatorCall, path: str, old: Any, new: Any, step: int)
         ("before", path, describe_leaf(old, new)),
         (f"step {step}", path, describe_leaf(new, old)),
     ]
-    return TypeError(
+    return documented_error(TypeError, "carry-changes")(
         f"{call}: {path} is not what it was.\n{format_columns(rows)}\n"
         "It keeps its shape, dtype and device from step to step.\n"
         f"{_cure(old, new)}, or start with what the function returns."

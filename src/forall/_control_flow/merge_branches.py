@@ -10,6 +10,7 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.wrapper_tensor import Wrapper
 from forall._control_flow.loop_carry import (
@@ -56,7 +57,7 @@ def evaluate_predicate(
             return _ask_examples(test) if isinstance(test, Wrapper) else bool(test)
     elif isinstance(test, (*NUMBERS, torch.SymBool)):
         return bool(test)
-    raise TypeError(
+    raise documented_error(TypeError, "one-number")(
         f"{call}: {name} must be one number, or a tensor that holds one.\n"
         f"{format_columns([(name, format_short(test), type_name_of(test))])}\n"
         "Reduce it (.any(), .all()). To choose entry by entry use torch.where; to let each example "
@@ -206,7 +207,7 @@ def _mismatch_error(
 def _difference_error(
     call: OperatorCall, path: str, shown: list[tuple[ActiveSet, str]]
 ) -> TypeError:
-    return TypeError(
+    return documented_error(TypeError, "branches-differ")(
         f"{call}: {path} is not of one kind for all examples.\n"
         f"{format_columns([(describe_examples(world), path, text) for world, text in shown])}\n"
         "Return the same structure, shapes and dtypes for each."

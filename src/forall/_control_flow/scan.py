@@ -10,6 +10,7 @@ import torch
 from forall._api.vmap import vmap
 from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._control_flow.loop_carry import (
     OperatorCall,
     check_carry,
@@ -98,7 +99,7 @@ def scan(
 def _check_pair(call: OperatorCall, result: Any) -> tuple[Any, Any]:
     if isinstance(result, (tuple, list)) and len(result) == 2:
         return result[0], result[1]
-    raise TypeError(
+    raise documented_error(TypeError, "scan-results")(
         f"{call}: the function must return a pair, the carry and a y.\n"
         f"{format_columns([('returned', format_short(result), type_name_of(result))])}\n"
         "Where there is no y to keep, return (carry, None)."
@@ -128,7 +129,7 @@ def _find_length(call: OperatorCall, xs: Any, leaves: list, length: Any) -> int:
                 continue
             path = f"xs{find_leaf_paths(xs)[i]}"
             if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-                raise TypeError(
+                raise documented_error(TypeError, "number-of-steps")(
                     f"{call}: there is no first dim to go along.\n"
                     f"{format_columns([(path, format_short(leaf), type_name_of(leaf))])}\n"
                     "Every leaf of xs must be a tensor with at least one dim. Put what is the same "
@@ -136,18 +137,20 @@ def _find_length(call: OperatorCall, xs: Any, leaves: list, length: Any) -> int:
                 )
             sizes.append((path, format_short(leaf), leaf.shape[0]))
     if not sizes:
-        raise ValueError(
+        raise documented_error(ValueError, "number-of-steps")(
             f"{call}: nothing tells the number of steps.\nPass xs with a tensor, or length."
         )
     if any(n != sizes[0][-1] for *_, n in sizes):
-        raise ValueError(
+        raise documented_error(ValueError, "number-of-steps")(
             f"{call}: the numbers of steps differ.\n"
             f"{format_columns([(path, text, f'{n} steps') for path, text, n in sizes])}\n"
             "First dims, and length where it is given, must agree."
         )
     n = sizes[0][2]
     if n < 0:
-        raise ValueError(f"{call}: length={n} is below 0.\nPass how often the function is to run.")
+        raise documented_error(ValueError, "number-of-steps")(
+            f"{call}: length={n} is below 0.\nPass how often the function is to run."
+        )
     return n
 
 
@@ -177,7 +180,7 @@ def map(f: Callable[[Any], Any], xs: Any, *, batch_size: int | None = None) -> A
     call = OperatorCall("map(*)", f)
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         rows = [("batch_size", format_short(batch_size), type_name_of(batch_size))]
-        raise ValueError(
+        raise documented_error(ValueError, "chunk-size")(
             f"{call}: a batch holds at least one slice.\n"
             f"{format_columns(rows)}\n"
             "Pass an int above 0, or None to run the slices one by one."

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._control_flow.loop_carry import OperatorCall, check_carry
 from forall._control_flow.merge_branches import LoopExits, describe_examples, evaluate_predicate
 from forall._core.errors import format_columns, format_short, type_name_of
@@ -118,7 +119,7 @@ class LoopRunner:
 
     def _endless(self, val: Any) -> RuntimeError:
         rows = [(describe_examples(get_active_set()), "carry", format_short(val))]
-        return RuntimeError(
+        return documented_error(RuntimeError, "max-steps")(
             f"{self.call}: the loop goes on after max_steps={self.max_steps} steps.\n"
             f"{format_columns(rows)}\n"
             "Allow more steps, or let the test end the loop sooner."
@@ -127,7 +128,7 @@ class LoopRunner:
 
 def _check_at_least(call: OperatorCall, name: str, value: Any, least: int) -> None:
     if value is not None and (not isinstance(value, int) or value < least):
-        raise ValueError(
+        raise documented_error(ValueError, "count-of-steps")(
             f"{call}: {name} counts steps.\n"
             f"{format_columns([(name, format_short(value), type_name_of(value))])}\n"
             f"Pass an int of at least {least}, or None."
@@ -187,7 +188,7 @@ def _check_bound(call: OperatorCall, name: str, bound: Any) -> None:
                 return
     elif isinstance(bound, int):
         return
-    raise TypeError(
+    raise documented_error(TypeError, "one-number")(
         f"{call}: {name} must be one whole number.\n"
         f"{format_columns([(name, format_short(bound), type_name_of(bound))])}\n"
         "Pass an int, or a tensor of shape () with a dtype of integers."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from forall._compat.documented_error import documented_error
+
 _WORDS: dict[str, bool | str] = {"": True, "0": False, "1": True, "check": "check"}  # "": not set
 
 
@@ -47,7 +49,7 @@ class Config:
 def parse_replay(word: str) -> bool | str:
     """Return the setting that a value of FORALL_REPLAY stands for."""
     if word not in _WORDS:
-        raise ValueError(
+        raise documented_error(ValueError, "environment-variable")(
             f"FORALL_REPLAY={word!r} does not say whether calls are replayed.\n"
             "Set it to 0, 1 or check, or leave it out for 1."
         )
@@ -57,7 +59,7 @@ def parse_replay(word: str) -> bool | str:
 def parse_strategy(word: str) -> str:
     """Return the setting that a value of FORALL_PARTING stands for."""
     if word not in _PARTING:
-        raise ValueError(
+        raise documented_error(ValueError, "environment-variable")(
             f"FORALL_PARTING={word!r} does not say how examples that part are run.\n"
             "Set it to together or loop, or leave it out for measured."
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import SourceLine, find_users_line
 
@@ -159,7 +160,7 @@ class CallOrigin(NamedTuple):
 
 def data_dependent_error(op: str, cure: str) -> DataDependentError:
     place = find_users_line()
-    return DataDependentError(
+    return documented_error(DataDependentError, "data-dependent")(
         f"vmap: {op} asks for a value that differs between the examples.\n"
         f"{format_columns([('at', str(place), place.text())])}\n"
         "All examples run as one, so there is no single answer here.\n"
@@ -179,7 +180,7 @@ def no_memory_error(name: str, value: torch.Tensor, size: int) -> DataDependentE
     call = {"__reduce_ex__": "pickle", "__array__": "np.asarray(x)"}
     row = ("x", f"{format_short(value)}, one for each of {size} examples")
     cure = _CURES.get(name, "Use torch's operators, or forall.stacked(x): all examples together.")
-    return DataDependentError(
+    return documented_error(DataDependentError, "memory-of-one-example")(
         f"vmap: {call.get(name, f'x.{name}()')} asks for the memory of one example.\n"
         f"{format_columns([row])}\n"
         f"All examples lie in one stack, and none has memory of its own.\n{cure}"
@@ -189,7 +190,7 @@ def no_memory_error(name: str, value: torch.Tensor, size: int) -> DataDependentE
 def shared_write_error(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> RuntimeError:
     rows = [("written to", format_short(target), "from before the call, one for all examples")]
     rows += [("data", format_short(d), "differs between the examples") for d in data]
-    return RuntimeError(
+    return documented_error(RuntimeError, "shared-write")(
         f"vmap: {op} writes per-example data into a tensor that all examples share.\n"
         f"{format_columns(rows)}\n"
         "Each example would overwrite the last one's result. To give every example its own, map "
@@ -245,7 +246,7 @@ def escaped_value_error(
                     ("made in", f"{name_of(origin.call.func)}, at {SourceLine.from_code(code)}")
                 )
         rows.append(("called", f"at {origin.place}"))
-    return RuntimeError(
+    return documented_error(RuntimeError, "escaped-value")(
         f"{call}: a value of one example is used after the call.\n"
         f"{format_columns(rows)}\n"
         "The examples are there one by one during the call alone. Return it from the function, or "

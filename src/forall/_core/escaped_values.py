@@ -28,6 +28,7 @@ from forall._compat.dispatch_state import (
     is_in_backward,
     outside_torch_func,
 )
+from forall._compat.documented_error import documented_error
 from forall._compat.private_api import subclass_functions_off
 from forall._compat.tensor_subclass import (
     PosedTensor,
@@ -98,7 +99,7 @@ def _refuse_escaped_history(func: Any, a: Any) -> None:
     Autograd has made the operator's node already, so it would miss the history of the fallback.
     """
     if isinstance(a, Wrapper) and a.requires_grad and replace_escaped(a) is not a:
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "escaped-value")(
             f"{func} takes a value that was kept from a call which has ended, by a way on which "
             f"its history cannot follow.\n{format_columns([('value', format_short(a))])}\n"
             "Give code that is not Python, as TorchScript's, a clone of it (.clone())."

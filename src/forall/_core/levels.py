@@ -34,6 +34,7 @@ from forall._compat.dispatch_state import (
     make_plain_alias,
     outside_torch_func,
 )
+from forall._compat.documented_error import documented_error
 from forall._compat.exception_safety import contextmanager
 from forall._compat.jagged_layout import (
     Jagged,
@@ -155,7 +156,7 @@ class Level:
     def call_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
         """Run a numpy function that torch's own numpy layer does not have."""
         name = getattr(func, "__name__", func)
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "numpy")(
             f"np.{name}: numpy has no derivative of this for a value with a tangent.\n"
             "Use torch's function."
         )

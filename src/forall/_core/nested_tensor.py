@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from forall._compat.dispatch_state import AUTOGRAD, is_excluded
+from forall._compat.documented_error import documented_error
 from forall._compat.jagged_layout import (
     Jagged,
     find_jagged_dim,
@@ -41,7 +42,7 @@ OF_COMPONENTS = aten._nested_tensor_from_tensor_list.default
 
 
 def no_tangent_error() -> NotImplementedError:
-    return NotImplementedError(
+    return documented_error(NotImplementedError, "nested-tensors")(
         "jvp: attention of nested tensors, or another call that makes one of the strided layout, "
         "has no forward mode.\n"
         "Take it of their components (x.unbind()), or map the function over these: vmap(f)(x)."

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
+from forall._compat.documented_error import documented_error
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -311,7 +313,7 @@ def drops_out(count: int, dropout: float, train: bool) -> bool:
 def refuse_dropout(count: int, dropout: float, train: bool) -> None:
     """Raise if a kernel has drawn random numbers that no other operator can reproduce."""
     if drops_out(count, dropout, train):
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "no-keyed-draw")(
             "cuDNN's recurrent layers draw their dropout in the kernel, so there is no such "
             f"derivative of them.\n    dropout   {dropout}, between {count} layers\n"
             "Switch cuDNN off around the call (torch.backends.cudnn.flags(enabled=False)), or use "

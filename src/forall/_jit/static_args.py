@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class StaticArguments:
 
     def _make_error(self, option: str, given: Any, known: Sequence[str], cure: str) -> ValueError:
         rows = [(option, repr(given)), ("arguments", ", ".join(known) or "none")]
-        return ValueError(
+        return documented_error(ValueError, "static-names")(
             f"{self.call}: the function has no such argument.\n{format_columns(rows)}\n{cure}"
         )
 
@@ -101,7 +102,7 @@ class StaticArguments:
     def _box_argument(self, value: Any, name: str) -> StaticBox:
         row = (name, format_short(value), type_name_of(value))
         if isinstance(value, torch.Tensor):
-            raise TypeError(
+            raise documented_error(TypeError, "static-values")(
                 f"{self.call}: a tensor is no static argument.\n{format_columns([row])}\n"
                 "A program is kept for each value of a static argument, and reads tensors anew. "
                 "Leave it out, or give its number: x.item()."
@@ -110,7 +111,7 @@ class StaticArguments:
         try:
             hash(box.key)
         except TypeError as error:
-            raise TypeError(
+            raise documented_error(TypeError, "static-values")(
                 f"{self.call}: a static argument must hash.\n{format_columns([row])}\n"
                 "A program is kept for each value of it. Give it __hash__ and __eq__, or a form "
                 "that has them, such as a tuple for a list. Numbers and strings in lists, tuples "
@@ -127,7 +128,7 @@ def _collect_all(of: type, given: Any, call: TransformCall, option: str, one: st
     except TypeError:
         found = [given]
     if any(not isinstance(x, of) or isinstance(x, bool) for x in found):
-        raise TypeError(
+        raise documented_error(TypeError, "static-names")(
             f"{call}: {option} must be {one}, or several.\n"
             f"{format_columns([(option, format_short(given), type_name_of(given))])}\n"
             f"Give {one}, or a tuple of them."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._compat.shapes import broadcast_shapes
 from forall._core.errors import format_columns
 from forall._random.keys import draw_bits, split
@@ -30,7 +31,7 @@ _MKL = torch.backends.mkl.is_available()
 def draw_unit(verb: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Draw uniform numbers in [0, 1)."""
     if dtype not in _MANTISSA:
-        raise TypeError(
+        raise documented_error(TypeError, "random-dtype")(
             f"{verb}(key, ...): the dtype must be a floating-point one.\n"
             f"{format_columns([('dtype', str(dtype))])}\n"
             "Take torch.float32, float64, float16 or bfloat16."
@@ -68,7 +69,7 @@ def check_draw_shape(
     short = len(together) > len(shape)
     if short or any(n not in (1, m) for n, m in zip(together[::-1], shape[::-1], strict=False)):
         rows = [("shape", str(shape)), ("parameters", str(tuple(together)))]
-        raise ValueError(
+        raise documented_error(ValueError, "random-shapes")(
             f"{verb}(key, ...): the parameters do not broadcast to the shape.\n"
             f"{format_columns(rows)}\n"
             "Give the shape of the whole result, or None for that of the parameters."
@@ -279,7 +280,7 @@ def multivariate_normal(
     n = mean.shape[-1] if mean.dim() else 0
     if not mean.dim() or cov.shape[-2:] != (n, n):
         rows = [("mean", str(tuple(mean.shape))), ("cov", str(tuple(cov.shape)))]
-        raise ValueError(
+        raise documented_error(ValueError, "random-shapes")(
             "multivariate_normal(key, mean, cov): the shapes must end in n and in n, n.\n"
             f"{format_columns(rows)}\nGive a mean for every row of the covariance."
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._core.axes import wrap_dim
 from forall._core.errors import format_columns, format_short
 from forall._random import rejection
@@ -91,7 +92,7 @@ def randint(
         tensor([4, 2, 9, 5])
     """
     if isinstance(minval, int) and isinstance(maxval, int) and not 0 < maxval - minval < 1 << 63:
-        raise ValueError(
+        raise documented_error(ValueError, "random-range")(
             "randint(key, shape, minval, maxval): there must be 1 to 2**63 - 1 integers to draw.\n"
             f"{format_columns([('minval', str(minval)), ('maxval', str(maxval))])}\n"
             "maxval itself is not drawn; bits gives whole words."
@@ -191,7 +192,7 @@ def permutation(key: Tensor, x: int | Tensor, dim: int = 0, *, independent: bool
     if isinstance(x, int):
         return _draw_order(key, (x,), 0)
     if not x.dim():
-        raise ValueError(
+        raise documented_error(ValueError, "random-shapes")(
             "permutation(key, x): a tensor of rank 0 has no order.\n"
             f"{format_columns([('x', format_short(x))])}\n"
             "Give an int n for the numbers below n, or a tensor of rank 1 or more."
@@ -237,13 +238,13 @@ def choice(
     shape = tuple(shape)
     drawn = math.prod(shape)
     if drawn and (n < 1 or (not replace and drawn > n)):
-        raise ValueError(
+        raise documented_error(ValueError, "random-range")(
             "choice(key, a, shape): there are fewer entries than are drawn.\n"
             f"{format_columns([('entries', str(n)), ('drawn', str(drawn))])}\n"
             "Draw with replace=True, or draw fewer."
         )
     if p is not None and p.shape != (n,):
-        raise ValueError(
+        raise documented_error(ValueError, "random-shapes")(
             "choice(key, a, shape, p=p): p has one number for each entry.\n"
             f"{format_columns([('entries', str(n)), ('p', format_short(p))])}\n"
             "Give a tensor of rank 1."

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._core.errors import format_columns
 from forall._random import rejection
 from forall._random.continuous import HALVES, check_draw_shape, choose_dtype, make_parameter
@@ -142,7 +143,7 @@ def dirichlet(
     dtype = choose_dtype(dtype, alpha)
     alpha = make_parameter(alpha, dtype, key)
     if not alpha.dim():
-        raise ValueError(
+        raise documented_error(ValueError, "random-shapes")(
             "dirichlet(key, alpha): alpha has one entry for each probability.\n"
             f"{format_columns([('alpha', str(tuple(alpha.shape)))])}\n"
             "Give a tensor of rank 1 or more."

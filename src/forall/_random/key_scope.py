@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forall._compat import exception_safety
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts
 from forall._compat.private_api import DispatchMode
 from forall._core.errors import format_columns
@@ -185,7 +186,7 @@ def next_key() -> torch.Tensor:
     found = scopes.running
     if found is None:
         rows = [("running", "no scope"), ("needed", "scope(key), or vmap(f, randomness=key)")]
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "no-key-in-scope")(
             f"next_key(): there is no key to draw from.\n{format_columns(rows)}\n"
             "Enter a scope first, or hand a key to the function: split(key, n)."
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._core.errors import format_columns, format_short, type_name_of
 from forall._random.threefry import LOW, Words, make_counters, threefry
 
@@ -123,19 +124,19 @@ def split_words(verb: str, key: Any) -> Words:
 def check_key(call: str, key: Any) -> None:
     """Raise, naming ``call`` in the message, if this is not a key."""
     if not isinstance(key, torch.Tensor):
-        raise TypeError(
+        raise documented_error(TypeError, "random-key")(
             f"{call}: a key is a tensor.\n"
             f"{format_columns([('key', format_short(key), type_name_of(key))])}\n"
             "Make one of a seed: forall.random.key(0)."
         )
     if key.dtype != torch.int64:
-        raise TypeError(
+        raise documented_error(TypeError, "random-key")(
             f"{call}: a key is an int64 tensor of shape (2,).\n"
             f"{format_columns([('key', format_short(key))])}\n"
             "Make one of a seed: forall.random.key(0)."
         )
     if key.shape != (2,):
-        raise ValueError(
+        raise documented_error(ValueError, "random-key")(
             f"{call}: a key is an int64 tensor of shape (2,).\n"
             f"{format_columns([('key', format_short(key))])}\n"
             "For many keys map over them: vmap(f)(forall.random.split(key, n))."
@@ -150,7 +151,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _no_seed(seed: Any) -> TypeError:
-    return TypeError(
+    return documented_error(TypeError, "random-seed")(
         "key(seed): a seed is an int, or an integer tensor of rank 0.\n"
         f"{format_columns([('seed', format_short(seed), type_name_of(seed))])}\n"
         "For many keys write split(key(0), n), or vmap(key)(seeds)."
@@ -158,7 +159,7 @@ def _no_seed(seed: Any) -> TypeError:
 
 
 def _no_data(data: Any) -> TypeError:
-    return TypeError(
+    return documented_error(TypeError, "random-seed")(
         "fold_in(key, data): data is an int, or an integer tensor of rank 0.\n"
         f"{format_columns([('data', format_short(data), type_name_of(data))])}\n"
         "Fold in one number after another, or map over them: vmap(fold_in, (None, 0))."
@@ -193,7 +194,7 @@ def bits(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.uint
     """
     signed = _WIDTHS.get(dtype, dtype)
     if signed not in _WIDTHS.values():
-        raise TypeError(
+        raise documented_error(TypeError, "random-dtype")(
             "bits(key, shape, dtype): the dtype must be an integer one.\n"
             f"{format_columns([('dtype', str(dtype))])}\n"
             "Take torch.uint32, or int32 to compute on; see uniform for numbers from 0 to 1."

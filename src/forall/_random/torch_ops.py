@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import find_functional, get_facts
 from forall._compat.shapes import broadcast_shapes
 from forall._core.errors import format_columns
@@ -92,7 +93,7 @@ def _find_table(func: Any) -> dict | None:
 
 def _no_keyed_form_error(func: Any) -> NotImplementedError:
     rows = [("operator", str(func)), ("asked for", "draws that depend on a key")]
-    return NotImplementedError(
+    return documented_error(NotImplementedError, "no-keyed-draw")(
         f"{func.overloadpacket.__name__} draws inside a kernel that takes no keys.\n"
         f"{format_columns(rows)}\n"
         "For attention use torch.nn.attention.sdpa_kernel(SDPBackend.MATH); else turn off its "

@@ -16,6 +16,7 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.documented_error import documented_error
 from forall._compat.jagged_layout import Jagged
 from forall._compat.lazy_bits import copy_lazy_bits
 from forall._compat.tensor_subclass import (
@@ -288,7 +289,7 @@ def get_source_versions(b: BatchedTensor) -> list[VersionCount]:
 
 def _make_version_error(count: VersionCount) -> RuntimeError:
     """Torch's own error, for a tensor that came from outside or that a call returned."""
-    return RuntimeError(
+    return documented_error(RuntimeError, "modified-since")(
         "one of the variables needed for gradient computation has been modified by an "
         "inplace operation: a tensor that a transformed call was given, captured or "
         f"returned.\n{format_columns([('the tensor', format_short(count.of()))])}\n"

@@ -24,6 +24,7 @@ from forall._compat.dispatch_state import (
     is_torch_func_value,
     make_plain_alias,
 )
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.errors import format_columns, format_short
@@ -53,7 +54,7 @@ def refuse_torch_transforms(tensor: torch.Tensor) -> None:
     """Refuse a tensor that a torch transform wrapped: torch's level lies inside all of ours."""
     tangent = get_users_tangent(tensor)
     if is_functorch_wrapped(tensor) or (tangent is not None and is_functorch_wrapped(tangent)):
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "mixed-with-torch-func")(
             "vmap: a transform of torch (torch.vmap, torch.func, or torch.autograd with "
             "is_grads_batched=True or vectorize=True) runs through a call of forall.vmap.\n"
             "Inside, its values are out of reach.\n"
@@ -74,7 +75,7 @@ def check_all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> No
         if t.requires_grad and level_of(t) is not level and not is_accumulating():
             if func is _DETACH or get_facts(func).mutates:
                 return
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "mixed-with-torch-func")(
                 f"vmap: {func} reached a tensor from outside that requires grad by a way on which "
                 "it could not be shared.\n"
                 f"{format_columns([('from outside', format_short(t))])}\n"

@@ -13,6 +13,7 @@ import torch
 
 from forall._compat import trace_modes
 from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.documented_error import documented_error
 from forall._compat.exception_safety import contextmanager
 from forall._core.call_site import (
     OURS,
@@ -117,7 +118,7 @@ class TracerListener:
 
     def on_concretize(self, frame: FrameType, truths: Truths | None = None) -> None:
         place = find_users_line()
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "data-dependent")(
             f"{self.call}: traced (by make_fx, or on fake tensors), and asks for an example's "
             "numbers.\n"
             f"{format_columns([('at', str(place), place.text())])}\n"
@@ -178,7 +179,7 @@ class StepLimit:
             ("goes on", who),
             ("running", f"{running} of {whole}"),
         ]
-        return RuntimeError(
+        return documented_error(RuntimeError, "max-steps")(
             f"{self.call}: the loop goes on after max_steps={self.steps} steps.\n"
             f"{format_columns(rows)}\n"
             "Allow more steps, or let the test end the loop sooner."

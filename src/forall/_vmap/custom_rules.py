@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import custom_op, pytree
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts
 from forall._core.errors import format_columns, format_short, type_name_of
 from forall._vmap import registry
@@ -88,7 +89,7 @@ def reduction(*ops: Any, override: bool = False) -> None:
     found = _find_functional_overloads("reduction", ops)
     for o in found:
         if "dim" not in get_facts(o).names:
-            raise ValueError(
+            raise documented_error(ValueError, "operator-rule")(
                 f"reduction({o}): the operator has no argument called dim.\n"
                 f"{format_columns([('schema', str(o._schema))])}\n"
                 "Write a rule for it with batching_rule."
@@ -110,7 +111,7 @@ def _find_op_overloads(verb: str, op: Any) -> list:
     found = custom_op.find_overloads(op)
     if found is None:
         rows = [("op", format_short(op), type_name_of(op))]
-        raise TypeError(
+        raise documented_error(TypeError, "operator-rule")(
             f"{verb}(op): op must be an operator.\n{format_columns(rows)}\n"
             "Pass torch.ops.<library>.<name>.<overload>, or what torch.library.custom_op made."
         )
@@ -121,7 +122,7 @@ def _find_functional_overloads(verb: str, ops: tuple) -> list:
     found = [o for op in ops for o in _find_op_overloads(verb, op)]
     for o in found:
         if get_facts(o).mutates:
-            raise ValueError(
+            raise documented_error(ValueError, "operator-rule")(
                 f"{verb}({o}): the operator writes into its arguments.\n"
                 f"{format_columns([('schema', str(o._schema))])}\n"
                 "Give a rule to the form that returns a new tensor; this one is derived from it."
@@ -132,7 +133,7 @@ def _find_functional_overloads(verb: str, ops: tuple) -> list:
 def _enter_handlers(verb: str, handlers: dict[Any, Callable], override: bool) -> None:
     for op in handlers:
         if registry.WAYS.get(op) == "row" and not override:
-            raise ValueError(
+            raise documented_error(ValueError, "operator-rule")(
                 f"{verb}({op}): the operator has a rule already.\n"
                 "An operator has one rule. Pass override=True to take its place."
             )
@@ -191,7 +192,7 @@ def _to_stack(a: Any, level: Any) -> Any:
 def _check_results(op: Any, out: Any, size: int) -> None:
     for o in pytree.get_leaves(out):
         if isinstance(o, torch.Tensor) and (o.dim() == 0 or o.shape[0] != size):
-            raise ValueError(
+            raise documented_error(ValueError, "operator-rule")(
                 f"batching_rule({op}): a result does not have the examples in front.\n"
                 f"{format_columns([('result', format_short(o)), ('examples', str(size))])}\n"
                 "Return (size, *S); expand what is the same for all examples."
@@ -217,7 +218,7 @@ def make_torch_handler(op: Any, otherwise: Callable) -> Callable:
         found = pytree.broadcast_prefix(places, spec)
         if found is None:
             rows = [("result", pytree.format_tree(spec)), ("out_dims", format_short(places))]
-            raise ValueError(
+            raise documented_error(ValueError, "operator-rule")(
                 f"vmap: the rule that torch.library.register_vmap has for {func} is at fault.\n"
                 f"{format_columns(rows)}\n"
                 "It returns (result, out_dims), with one int or None per result."

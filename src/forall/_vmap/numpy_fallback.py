@@ -8,6 +8,7 @@ import torch
 
 from forall._compat import numpy_interop, pytree
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper, unwrap_all
 from forall._core.errors import data_dependent_error, warn_slow_path
 from forall._core.host_reads import notify_host_read
@@ -53,7 +54,7 @@ def _format_numpy_name(func: Any) -> str:
 def _refuse_derivatives(func: Any, a: Any) -> None:
     while isinstance(a, torch.Tensor):
         if a.requires_grad:
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "numpy")(
                 f"{_format_numpy_name(func)}: numpy has no derivative of this "
                 "for a tensor that requires grad.\n"
                 "Use torch's function, or x.detach()."
@@ -61,7 +62,7 @@ def _refuse_derivatives(func: Any, a: Any) -> None:
         if not isinstance(a, Wrapper):
             return
         if type(a) is not BatchedTensor:
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "numpy")(
                 f"{_format_numpy_name(func)}: numpy has no derivative of this "
                 "for a value with a tangent.\n"
                 "Use torch's function."

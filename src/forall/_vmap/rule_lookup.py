@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from forall._compat import custom_op, exception_safety, pytree
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import (
     find_factory,
     find_functional,
@@ -118,7 +119,7 @@ def _make_prim_handler(op: Any) -> Any:
 
 
 def _refuse_operator(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    raise NotImplementedError(
+    raise documented_error(NotImplementedError, "resized")(
         f"vmap: {func} gives a tensor other memory or another shape in place, and has no rule.\n"
         "Use the form that returns a new tensor."
     )

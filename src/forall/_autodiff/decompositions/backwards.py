@@ -9,6 +9,7 @@ import torch
 from forall._autodiff.decompositions import kernels, losses
 from forall._autodiff.decompositions.losses import find_max_rows
 from forall._autodiff.reverse_mode import compute_gradients, make_variable
+from forall._compat.documented_error import documented_error
 from forall._core import rnn_decompositions
 from forall._core.levels import find_innermost_of, lift
 
@@ -172,7 +173,7 @@ def make_bag_function(g, indices, offsets, size, rows, mode, padding) -> Callabl
 
 def refuse_scaled_grad(scaled: bool) -> None:
     if scaled:
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "no-second-derivative")(
             "embedding_bag: scale_grad_by_freq=True makes the gradient another than the "
             "derivative, which has no derivative of its own.\nUse scale_grad_by_freq=False."
         )

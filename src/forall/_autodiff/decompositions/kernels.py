@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from forall._autodiff.decompositions.losses import reduce_loss
+from forall._compat.documented_error import documented_error
 
 aten = torch.ops.aten
 
@@ -131,7 +132,7 @@ def fused_attention(
 ) -> torch.Tensor:
     """Compute attention: (N, H, L, E), (N, G, S, E), (N, G, S, V) -> (N, H, L, V)."""
     if dropout_p:
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "no-keyed-draw")(
             "scaled_dot_product_attention: a fused kernel that drops out has one derivative.\n"
             "Use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
         )

@@ -19,6 +19,7 @@ from torch import fx
 
 from forall._compat import compile_backends
 from forall._compat.ambient_settings import get_allowed_precision
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts
 from forall._compat.storage import get_storage_id
 from forall._core.errors import TransformCall, format_columns, warn_slow_path
@@ -52,7 +53,7 @@ def make_compiler(call: TransformCall, backend: str) -> Callable:
     A backend that does not exist is a ValueError, one that this machine lacks a RuntimeError.
     """
     if backend not in ("inductor", "cudagraphs"):
-        raise ValueError(
+        raise documented_error(ValueError, "jit-backend")(
             f"{call}: no such backend.\n{format_columns([('backend', repr(backend))])}\n"
             "It is one of 'python' (default), 'inductor' and 'cudagraphs'."
         )
@@ -63,7 +64,7 @@ def make_compiler(call: TransformCall, backend: str) -> Callable:
     )
     if why is not None:
         cure = "g++ or clang++; the environment's CXX names another"
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "jit-backend")(
             f"{call}: this machine cannot run that backend.\n"
             f"{format_columns([('backend', repr(backend)), ('missing', why)])}\n"
             f"It needs {cure if backend == 'inductor' else 'a GPU'}. "

@@ -16,6 +16,7 @@ from forall._compat.dispatch_state import (
     outside_torch_func,
     run_backward,
 )
+from forall._compat.documented_error import documented_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +79,7 @@ class RecordedCall(NamedTuple):
         with apply_settings(rerun.settings):  # the guards may compare them
             unchanged = self.unchanged and recorded.guards.hold()
         if not unchanged:
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "modified-since")(
                 "forall: a derivative needs a recorded call to be made once more, and what the "
                 "function captures, or was given, has changed since.\n"
                 "Take the derivative before that is changed, or make the call with "

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import map_arguments
 from forall._compat.wrapper_tensor import make_wrapper
 from forall._core.levels import is_recorded_on_value, run_outside
@@ -69,7 +70,7 @@ class Deferred:
 
     def check_versions(self) -> None:
         if not all(count.has_no_writes() for count in self.counts):
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "modified-since")(
                 "What a gradient is made from has been modified by an inplace operation while it "
                 "was still needed.\n"
                 "Write into a clone of it (.clone()), or after the last backward pass."

@@ -8,6 +8,7 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.dispatch_state import is_accumulating, no_dispatch
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import (
     find_functional,
     find_written_args,
@@ -105,7 +106,7 @@ def _resize_and_write(level: Any, func: Any, target: Any, result: Tensor) -> Non
     """Give an out= target the size of the result, as long as only this call knows the target."""
     if _is_external(target, level):
         rows = [("written to", format_short(target)), ("result", format_short(result))]
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "resized")(
             f"vmap: {func} would resize what it writes to, a tensor from before the call.\n"
             f"{format_columns(rows)}\n"
             "Give it the result's shape, or use the form that returns a new tensor."
@@ -449,7 +450,7 @@ def _is_idempotent(func: Any) -> bool:
 
 
 def _make_counter_error(func: Any, target: Tensor) -> RuntimeError:
-    return RuntimeError(
+    return documented_error(RuntimeError, "repeated-write")(
         f"vmap: {func} changes a tensor from before the call, once for every example.\n"
         f"{format_columns([('written to', format_short(target), 'shared by all examples')])}\n"
         "Clone it inside the function (.clone()), or move the write outside vmap."

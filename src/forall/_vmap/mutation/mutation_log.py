@@ -18,6 +18,7 @@ import torch
 
 from forall._compat import exception_safety, symbolic_eye
 from forall._compat.dispatch_state import below_autograd, functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.storage import get_storage_id
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.errors import format_columns, format_short
@@ -48,7 +49,7 @@ def get_memory_key(t: Tensor) -> int:
 
 def make_summed_grad_error(leaf: Tensor) -> RuntimeError:
     rows = [("the leaf", format_short(leaf), "from before the call, one for all examples")]
-    return RuntimeError(
+    return documented_error(RuntimeError, "read-and-written")(
         "vmap: .grad is read where backward() has left the sum over all examples in it.\n"
         f"{format_columns(rows)}\n"
         "In the loop an example would meet the sum over those before it.\n"
@@ -241,7 +242,7 @@ def take_log_snapshots(level: Any) -> list[tuple[MutationLog, tuple]]:
 
 
 def make_unrecorded_error(func: Any, t: Tensor) -> RuntimeError:
-    return RuntimeError(
+    return documented_error(RuntimeError, "write-with-derivative")(
         f"vmap: {func} writes to a tensor from before the call, with a derivative at stake.\n"
         f"{format_columns([('written to', format_short(t), 'shared by all examples')])}\n"
         "Autograd would count this write once, or not at all, where the loop makes one for each "
@@ -251,7 +252,7 @@ def make_unrecorded_error(func: Any, t: Tensor) -> RuntimeError:
 
 
 def make_conflict_error(does: str, t: Tensor, done: str) -> RuntimeError:
-    return RuntimeError(
+    return documented_error(RuntimeError, "read-and-written")(
         f"vmap: {does} a tensor from before the call that the function has {done}.\n"
         f"{format_columns([('the tensor', format_short(t), 'shared by all examples')])}\n"
         "In the loop an example would meet what those before it wrote; here all run as one.\n"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import map_arguments
 from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.wrapper_tensor import Wrapper
@@ -284,7 +285,7 @@ def stack_results(outs: list) -> Any:
     head = outs[0]
     if isinstance(head, Tensor):
         if head.layout not in _STACKABLE:
-            raise NotImplementedError(
+            raise documented_error(NotImplementedError, "sparse-layout")(
                 f"vmap: each example has a tensor of layout {head.layout}, which cannot be "
                 "stacked.\nMake it dense (.to_dense()) or of coordinates (.to_sparse_coo())."
             )

@@ -14,6 +14,7 @@ import torch
 from forall._compat.bitset import count_flags
 from forall._compat.devices import find_new_device
 from forall._compat.dispatch_state import no_dispatch
+from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.axes import append_dims
 from forall._core.errors import data_dependent_error, shared_write_error
@@ -298,7 +299,7 @@ def _set_data(x: Tensor, new: Tensor) -> Any:
             raise shared_write_error("x.data = ..", x, [new])
         return NotImplemented
     if has_any_tangent(x.value):
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "tangent-lost")(
             "vmap: x.data = .. inside forward mode: x would lose its tangent, which it keeps.\n"
             "Use x.copy_(..) under torch.no_grad(), or x = x + (new - x).detach()."
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from forall._compat.dispatch_state import functions_off
+from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import ENTRYWISE, Wrapper
 from forall._core.errors import shared_write_error
 from forall._core.levels import run_outside, top
@@ -38,7 +39,7 @@ def _make_apply(name: str) -> Any:
         if top() is None and not any(isinstance(t, Wrapper) for t in tensors):
             return NotImplemented
         if any(t.requires_grad for t in tensors):
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "numpy")(
                 f"{name}: a function of Python's has no derivative, and a tensor requires grad.\n"
                 f"Use x.detach().{name}(..), or torch's functions."
             )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._core.axes import wrap_dim
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.registry import register_rows
@@ -122,7 +123,7 @@ def _lower_scales(func: Any, args: tuple, level: Any) -> list:
 
 
 def _make_scale_error(func: Any) -> NotImplementedError:
-    return NotImplementedError(
+    return documented_error(NotImplementedError, "quantized-scale")(
         f"vmap: {func} would give each example a scale of its own, and quantised tensors that "
         "differ in scale have no stack.\nGive all examples one scale, or use torch.fake_quantize_*."
     )

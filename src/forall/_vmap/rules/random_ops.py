@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import rng_state
+from forall._compat.documented_error import documented_error
 from forall._compat.private_api import DispatchKey, OpOverload
 from forall._compat.shapes import broadcast_shapes
 from forall._core.axes import pad_rank
@@ -42,7 +43,7 @@ def make_randomness_error(level: Any, func: Any) -> RuntimeError:
     name, verb = func.overloadpacket.__name__, level.state.columns_of
     if verb is not None:  # the user has called no vmap, or has told that one already
         return _make_columns_error(verb, name)
-    return RuntimeError(
+    return documented_error(RuntimeError, "randomness-error")(
         f"vmap: {name} draws random numbers, and randomness='error' forbids that.\n"
         + format_columns(
             [
@@ -61,7 +62,7 @@ def _make_columns_error(verb: str, name: str) -> RuntimeError:
     ]
     if verb == "jacfwd":
         cures.insert(0, ("randomness='same'", "one draw serves all columns"))
-    return RuntimeError(
+    return documented_error(RuntimeError, "column-randomness")(
         f"{verb}: {name} draws random numbers, and each column could see others.\n"
         + format_columns(cures)
         + "\nSay which, or draw outside the function."

@@ -11,6 +11,7 @@ import torch
 
 from forall._compat.assertions import require
 from forall._compat.dispatch_state import no_dispatch
+from forall._compat.documented_error import documented_error
 from forall._compat.private_api import SPARSE_SUM
 from forall._core.errors import data_dependent_error
 from forall._core.sparse_operands import COMPRESSING
@@ -172,7 +173,7 @@ def _make_size_error() -> Exception:
 
 
 def _make_layout_error(layout: Any) -> NotImplementedError:
-    return NotImplementedError(
+    return documented_error(NotImplementedError, "sparse-layout")(
         f"vmap: the examples of a tensor of layout {layout} have no stack.\n"
         "Use torch.sparse_coo_tensor or x.to_sparse(), in coordinates, or convert outside vmap."
     )

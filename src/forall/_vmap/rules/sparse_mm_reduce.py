@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forall._compat.documented_error import documented_error
 from forall._core.axes import fold_axis
 from forall._vmap.registry import SHARED, register_rows
 from forall._vmap.rule_makers.basic import (
@@ -54,7 +55,7 @@ def _sparse_mm_reduce_backward(level, func, args, kwargs):
     """Return the gradient of the dense argument; a per-example sparse gradient is refused."""
     a, g, b, how, places, (sparse, dense) = args
     if sparse:
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "sparse-layout")(
             "vmap: the gradient of each example with respect to a sparse matrix that all share.\n"
             "Take it of the values, or of a dense matrix: a.to_dense()."
         )
