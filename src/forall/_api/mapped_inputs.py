@@ -79,7 +79,8 @@ def check_inputs(
     ``named_dims`` are for the keyword arguments, which are shared without it. ``axis_size`` is the
     number of examples, if the user has given it.
     """
-    if not isinstance(in_dims, (int, tuple, list)):
+    maps_nothing = in_dims is None and axis_size is not None
+    if not isinstance(in_dims, (int, tuple, list)) and not maps_nothing:
         raise ValueError(
             f"{call}: in_dims must be an int, a tuple or a dict.\n"
             f"{format_columns([('in_dims', format_short(in_dims), type_name_of(in_dims))])}\n"
