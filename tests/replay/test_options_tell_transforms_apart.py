@@ -30,6 +30,8 @@ VALUES = {
     "divergence": ("split", "error"),
     "ragged": (False, True),
     "max_steps": (None, 5),
+    "axis_name": (None, "b"),
+    "axis_size": (None, 3),
     "_preallocate_and_copy": (False, True),
 }
 # Transforms whose calls are no one else's: a wrapper of `jit` has its kinds for itself, and what

@@ -48,7 +48,7 @@ def refuse_own_options(
 ) -> None:
     """Refuse options that torch's own vmap lacks where that does the work."""
     if axis_name is not None or axis_size is not None or mesh is not None:
-        raise NotImplementedError(
+        raise documented_error(NotImplementedError, "compiled-axis")(
             f"{call}: torch.compile and the transforms of torch.func know no named axes.\n"
             f"{format_columns([('axis_name', repr(axis_name)), ('axis_size', repr(axis_size))])}\n"
             "Use forall's transforms around it, and forall.jit in the place of torch.compile."
@@ -87,13 +87,13 @@ def check_axis(verb: str, name: Any, size: Any) -> None:
     except TypeError:
         is_name = False
     if not is_name:
-        raise TypeError(
+        raise documented_error(TypeError, "axis-name")(
             f"{verb}: axis_name must be hashable, and no tuple.\n"
             f"{format_columns([('axis_name', format_short(name), type_name_of(name))])}\n"
             "Give a string. A tuple stands for several axes, in psum and its kin."
         )
     if size is not None and (type(size) is not int or size < 0):
-        raise ValueError(
+        raise documented_error(ValueError, "axis-size")(
             f"{verb}: axis_size counts examples.\n"
             f"{format_columns([('axis_size', format_short(size), type_name_of(size))])}\n"
             "Pass an int of at least 0, or None."
@@ -102,7 +102,7 @@ def check_axis(verb: str, name: Any, size: Any) -> None:
 
 def check_mesh(verb: str, mesh: Any, randomness: Any) -> None:
     if type(mesh).__name__ != "DeviceMesh":
-        raise TypeError(
+        raise documented_error(TypeError, "mesh")(
             f"{verb}: mesh must be a torch.distributed DeviceMesh.\n"
             f"{format_columns([('mesh', format_short(mesh), type_name_of(mesh))])}\n"
             'Make one: init_device_mesh("cuda", (8,), mesh_dim_names=("dp",)).'
@@ -110,13 +110,13 @@ def check_mesh(verb: str, mesh: Any, randomness: Any) -> None:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         one = f'mesh["{names[0]}"]' if names else "a mesh with mesh_dim_names, and one of them"
-        raise ValueError(
+        raise documented_error(ValueError, "mesh")(
             f"{verb}: the examples lie along one dim of a mesh.\n"
             f"{format_columns([('mesh', str(mesh), f'{mesh.ndim} dims')])}\n"
             f"Choose one: {one}."
         )
     if isinstance(randomness, str) and randomness == "same":
-        raise ValueError(
+        raise documented_error(ValueError, "mesh")(
             f"{verb}: the generators of the ranks need not agree, so no draw is the same for all "
             "examples of a mesh.\n"
             f"{format_columns([('randomness', repr(randomness))])}\n"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._api.execution.mapped_call import make_index
 from forall._compat import pytree
-from forall._compat.dispatch_state import below_autograd, functions_off, is_autocast, no_dispatch
+from forall._compat.dispatch_state import (
+    below_autograd,
+    functions_off,
+    in_torch_func,
+    is_autocast,
+    no_dispatch,
+)
+from forall._compat.documented_error import documented_error
 from forall._compat.private_api import PLAIN
 from forall._core import collective_ops as ops
 from forall._core.errors import format_columns, format_short, type_name_of
@@ -40,6 +46,11 @@ def _find_one(verb: str, name: Hashable) -> Axis:
 
 def _apply(op: Any, t: Tensor, axis: Axis, *rest: Any) -> Tensor:
     rest = (*rest, axis.number, axis.size)
+    if in_torch_func():
+        raise documented_error(NotImplementedError, "compiled-axis")(
+            f"{op._opname}(.., {axis.name!r}): a transform of torch.func runs inside the axis.\n"
+            "It knows no named axes. Use forall's transform of the same name."
+        )
     if can_use_fast_path():
         with functions_off():
             out = _answer_directly(op, t, rest, stack.top)
@@ -61,25 +72,25 @@ def _answer_directly(op: Any, t: Any, rest: tuple, level: Any) -> Tensor | None:
     return ops.record(op, t, made, rest)
 
 
-def _map_leaves(verb: str, f: Callable[[Any], Any], x: Any) -> Any:
+def _map_leaves(call: str, f: Callable[[Any], Any], x: Any) -> Any:
     """Return the tree ``x`` with ``f`` of each tensor and each of Python's numbers."""
-    if isinstance(x, (torch.Tensor, *_NUMBERS)):
+    if isinstance(x, torch.Tensor):
         return f(x)
     leaves, spec = pytree.flatten(x)
-    return pytree.unflatten([f(_check_leaf(verb, leaf)) for leaf in leaves], spec)
+    return pytree.unflatten([f(_check_leaf(call, leaf)) for leaf in leaves], spec)
 
 
 def _to_tensor(t: Any) -> Tensor:
     return t if isinstance(t, torch.Tensor) else torch.as_tensor(t)
 
 
-def _check_leaf(verb: str, leaf: Any) -> Any:
+def _check_leaf(call: str, leaf: Any) -> Any:
     if type(leaf) is BatchedScalar:
         return number_to_tensor(leaf)
     if isinstance(leaf, (torch.Tensor, *_NUMBERS)):
         return leaf
-    raise TypeError(
-        f"{verb}(x, ..): x must be a tensor or a number, or a tree of them.\n"
+    raise documented_error(TypeError, "collective-argument")(
+        f"{call}: x must be a tensor or a number, or a tree of them.\n"
         f"{format_columns([('x', format_short(leaf), type_name_of(leaf))])}\n"
         "Pass its tensors in a tuple, a list or a dict."
     )
@@ -98,7 +109,7 @@ def _reduce(verb: str, op: Any, x: Any, axis_name: Any, on_number: Callable[[Any
             t = _apply(op, t, axis)
         return t
 
-    return _map_leaves(verb, reduce_leaf, x)
+    return _map_leaves(f"{verb}(.., {axis_name!r})", reduce_leaf, x)
 
 
 def psum(x: Any, axis_name: Hashable) -> Any:
@@ -166,7 +177,13 @@ def pmean(x: Any, axis_name: Hashable) -> Any:
     def on_number(n: Any) -> Any:
         return n if isinstance(n, complex) else float(n)
 
-    return _reduce("pmean", ops.PMEAN, _map_leaves("pmean", to_float, x), axis_name, on_number)
+    return _reduce(
+        "pmean",
+        ops.PMEAN,
+        _map_leaves(f"pmean(.., {axis_name!r})", to_float, x),
+        axis_name,
+        on_number,
+    )
 
 
 def pmax(x: Any, axis_name: Hashable) -> Any:
@@ -251,12 +268,12 @@ def all_gather(x: Any, axis_name: Hashable, dim: int = 0, tiled: bool = False) -
 
     def gather_leaf(t: Any) -> Tensor:
         t = _to_tensor(t)
-        at = _wrap_dim("all_gather", "dim", dim, t, 0 if tiled else 1)
+        at = _wrap_dim(f"all_gather(.., {axis_name!r})", "dim", dim, t, 0 if tiled else 1)
         out = _apply(ops.ALL_GATHER, t, axis)
         out = out.movedim(0, at) if at else out
         return out.flatten(at, at + 1) if tiled else out
 
-    return _map_leaves("all_gather", gather_leaf, x)
+    return _map_leaves(f"all_gather(.., {axis_name!r})", gather_leaf, x)
 
 
 def psum_scatter(x: Any, axis_name: Hashable, scatter_dim: int = 0, tiled: bool = False) -> Any:
@@ -294,7 +311,7 @@ def psum_scatter(x: Any, axis_name: Hashable, scatter_dim: int = 0, tiled: bool 
         t = _split("psum_scatter", "scatter_dim", _to_tensor(t), scatter_dim, axis, tiled)
         return _apply(ops.PSUM_SCATTER, t, axis)
 
-    return _map_leaves("psum_scatter", scatter_leaf, x)
+    return _map_leaves(f"psum_scatter(.., {axis_name!r})", scatter_leaf, x)
 
 
 def all_to_all(
@@ -332,13 +349,13 @@ def all_to_all(
 
     def exchange_leaf(t: Any) -> Tensor:
         t = _to_tensor(t)
-        at = _wrap_dim("all_to_all", "concat_dim", concat_dim, t, 0)
+        at = _wrap_dim(f"all_to_all(.., {axis_name!r})", "concat_dim", concat_dim, t, 0)
         t = _split("all_to_all", "split_dim", t, split_dim, axis, tiled)
         out = _apply(ops.ALL_TO_ALL, t, axis)
         out = out.movedim(0, at) if at else out
         return out.flatten(at, at + 1) if tiled else out
 
-    return _map_leaves("all_to_all", exchange_leaf, x)
+    return _map_leaves(f"all_to_all(.., {axis_name!r})", exchange_leaf, x)
 
 
 def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> Any:
@@ -373,7 +390,7 @@ def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> An
     def send_leaf(t: Any) -> Tensor:
         return _apply(ops.PPERMUTE, _to_tensor(t), axis, sources, targets)
 
-    return _map_leaves("ppermute", send_leaf, x)
+    return _map_leaves(f"ppermute(.., {axis_name!r})", send_leaf, x)
 
 
 def axis_index(axis_name: Hashable) -> Tensor:
@@ -432,54 +449,59 @@ def axis_size(axis_name: Hashable) -> int:
 # --- checks ------------------------------------------------------------------------------------
 
 
-def _wrap_dim(verb: str, what: str, dim: int, t: Tensor, more: int) -> int:
+def _wrap_dim(call: str, what: str, dim: int, t: Tensor, more: int) -> int:
     """Return a dim from the front, of a tensor with ``more`` dims than ``t``."""
     rank = t.dim() + more
     if -rank <= dim < rank:
         return dim % rank
     can = f"Give a dim in [{-rank}, {rank})." if rank else "A tensor of rank 0 has none."
-    raise IndexError(
-        f"{verb}(x, ..): {what} is no dim of {'the result' if more else 'x'}.\n"
+    raise documented_error(IndexError, "collective-argument")(
+        f"{call}: {what} is no dim of {'the result' if more else 'x'}.\n"
         f"{format_columns([('x', format_short(t)), (what, str(dim))])}\n{can}"
     )
 
 
 def _split(verb: str, what: str, t: Tensor, dim: int, axis: Axis, tiled: bool) -> Tensor:
     """Return ``t`` with its parts for the examples in front: (N, *S)."""
-    at = _wrap_dim(verb, what, dim, t, 0)
+    call = f"{verb}(.., {axis.name!r})"
+    at = _wrap_dim(call, what, dim, t, 0)
     size, n = t.shape[at], axis.size
     fits = (n and size % n == 0) if tiled else size == n
     if not fits:
-        asked = f"a multiple of {n}" if tiled else f"size {n}"
-        cure = "pad it" if tiled else "with parts of several entries say tiled=True"
+        cure = f"size {n}, or say tiled=True for equal parts of several entries."
         rows = [("x", format_short(t), f"{what}={dim}", f"size {size}")]
         rows += [("axis", repr(axis.name), "", f"size {n}")]
-        raise ValueError(
-            f"{verb}(x, {axis.name!r}): the dim that is split does not fit the axis.\n"
+        raise documented_error(ValueError, "collective-argument")(
+            f"{call}: the dim that is split does not fit the axis.\n"
             f"{format_columns(rows)}\n"
-            f"Pass an x with {asked} there; {cure}."
+            f"Give it {f'a multiple of {n}: pad it.' if tiled else cure}"
         )
     if tiled:
         t = t.unflatten(at, (n, size // n))
     return t.movedim(at, 0) if at else t
 
 
+_TWICE = "Use all_gather to send to several.", "Use psum or all_gather to get several."
+
+
 def _check_perm(perm: Any, axis: Axis) -> list[tuple[int, int]]:
     pairs = [(pair[0], pair[1]) for pair in perm]
-    refuse = partial(_make_perm_error, axis)
-    for side, which in ((0, "source"), (1, "target")):
-        numbers = [pair[side] for pair in pairs]
+    for which, numbers, cure in (
+        zip(("source", "target"), zip(*pairs, strict=True), _TWICE, strict=True) if pairs else ()
+    ):
+        seen = set()
         for n in numbers:
             if type(n) is not int or not 0 <= n < axis.size:
-                raise refuse(f"a {which} is no example", repr(n), f"Give ints in [0, {axis.size}).")
-            if numbers.count(n) > 1:
-                cure = "An example sends to one other; use all_gather to send to several."
-                if side:
-                    cure = "An example gets one value; use psum or all_gather for several."
-                raise refuse(f"a {which} stands twice", str(n), cure)
+                can = f"Give ints in [0, {axis.size})."
+                raise _make_perm_error(axis, f"a {which} is no example", n, can)
+            if n in seen:
+                raise _make_perm_error(axis, f"a {which} stands twice", n, cure)
+            seen.add(n)
     return pairs
 
 
-def _make_perm_error(axis: Axis, what: str, value: str, cure: str) -> ValueError:
-    rows = [("in perm", value), ("axis", f"{axis.name!r}, size {axis.size}")]
-    return ValueError(f"ppermute(x, {axis.name!r}, perm): {what}.\n{format_columns(rows)}\n{cure}")
+def _make_perm_error(axis: Axis, what: str, value: Any, cure: str) -> ValueError:
+    rows = [("in perm", repr(value)), ("axis", f"{axis.name!r}, size {axis.size}")]
+    return documented_error(ValueError, "collective-argument")(
+        f"ppermute(.., {axis.name!r}, perm): {what}.\n{format_columns(rows)}\n{cure}"
+    )

@@ -80,7 +80,8 @@ def check_inputs(
     ``named_dims`` are for the keyword arguments, which are shared without it. ``axis_size`` is the
     number of examples, if the user has given it.
     """
-    if not isinstance(in_dims, (int, tuple, list)):
+    maps_nothing = in_dims is None and axis_size is not None
+    if not isinstance(in_dims, (int, tuple, list)) and not maps_nothing:
         raise documented_error(ValueError, "in-dims-type")(
             f"{call}: in_dims must be an int, a tuple or a dict.\n"
             f"{format_columns([('in_dims', format_short(in_dims), type_name_of(in_dims))])}\n"
@@ -274,7 +275,7 @@ def _make_axis_size_error(
         for path, leaf, d in zip(find_arg_paths(args, kwargs), leaves, dims, strict=True)
         if d is not None
     ]
-    return ValueError(
+    return documented_error(ValueError, "axis-size")(
         f"{call}: the mapped axes have another size than axis_size={size}.\n"
         f"{format_columns(rows)}\n"
         "Give no axis_size where an argument is mapped, or the size that it has."

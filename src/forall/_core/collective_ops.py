@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from forall._compat.dispatch_state import apply_own_function, below_autograd, has_tangent
+from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import lift
 
@@ -199,7 +200,7 @@ def _clone(x: Tensor, axis: int, size: Any) -> Tensor:
 
 
 def _refuse(x: Tensor, *rest: Any) -> Tensor:
-    raise RuntimeError(
+    raise documented_error(RuntimeError, "axis-name")(
         "A collective whose result differs between the examples was called on a tensor of none of "
         "them, after the call that named the axis.\nCall it inside the function."
     )

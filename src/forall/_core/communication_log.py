@@ -1,4 +1,4 @@
-"""The log of what a call has communicated, so that a part of it that runs again does not do so again.
+"""The log of what a call has communicated, for parts of it that run once more.
 
 A transform may undo a run of a function and run it once more. What the function has sent to other
 processes cannot be undone: they would wait for nothing, or take one message for another. So the

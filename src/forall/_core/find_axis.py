@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forall._compat.documented_error import documented_error
 from forall._core.call_site import find_users_line
 from forall._core.errors import AxisError, format_columns
 from forall._core.levels import stack
@@ -37,7 +38,7 @@ def find_axis(verb: str, name: Hashable) -> tuple[Axis, Any]:
             return axis, root
     known = dict.fromkeys(axis.name for axis, _ in _iter_axes())
     rows = [("named", ", ".join(map(repr, known)) or "none")]
-    raise NameError(
+    raise documented_error(NameError, "axis-name")(
         f"{verb}(.., {name!r}): no axis is named {name!r} here.\n{format_columns(rows)}\n"
         f"Name it where the examples are mapped: vmap(f, axis_name={name!r})."
     )
@@ -57,9 +58,9 @@ def _make_branch_error(call: str, axis: Axis, some: Any) -> AxisError:
     rows = [("here", str(place), place.text())]
     if some.diverged_at is not None:
         rows.insert(0, ("parted", str(some.diverged_at), some.diverged_at.text()))
-    return AxisError(
-        f"{call}: {some.size} of {axis.local_size} examples of axis {axis.name!r} come here; the others "
-        f"took another way.\n{format_columns(rows)}\n"
+    return documented_error(AxisError, "collective-diverged")(
+        f"{call}: {some.size} of {axis.local_size} examples of axis {axis.name!r} come here; the "
+        f"others took another way.\n{format_columns(rows)}\n"
         "A collective takes all examples of its axis. Call it before they part, or give those that "
         f"do not take part a neutral value: psum(torch.where(taken, x, 0), {axis.name!r})."
     )
@@ -73,7 +74,7 @@ def _make_part_error(call: str, axis: Axis, root: Any) -> AxisError:
     if axis.chunk_size is None:
         why = "they have parted in code that could not be converted, and run in groups"
         cure = "Call it before they part, in a function of its own; forall.explain tells where."
-    return AxisError(
-        f"{call}: {root.size} of {axis.local_size} examples of axis {axis.name!r} run together, since "
-        f"{why}.\n{format_columns(rows)}\nA collective takes all examples of its axis. {cure}"
+    return documented_error(AxisError, "collective-diverged")(
+        f"{call}: {root.size} of {axis.local_size} examples of axis {axis.name!r} run together, "
+        f"since {why}.\n{format_columns(rows)}\nA collective takes all examples of its axis. {cure}"
     )

@@ -23,6 +23,7 @@ import torch
 
 from forall._compat import process_groups
 from forall._compat.dispatch_state import no_dispatch
+from forall._compat.documented_error import documented_error
 from forall._core import communication_log, config
 from forall._core.call_site import OURS, TORCH, find_users_line
 from forall._core.communication_log import LogEntry
@@ -99,7 +100,7 @@ def agree_once(group: RankGroup, what: str, call: TransformCall | None, size: in
 def _check_same_message(entry: LogEntry, what: str, sent: int) -> None:
     if entry.what != what or entry.sent != sent:
         same = " with other values" if entry.what == what else ""
-        raise RuntimeError(
+        raise documented_error(RuntimeError, "ranks-differ")(
             "A part of a function ran once more, and sent another message than before.\n"
             f"    before  {entry.what}\n    now     {what}{same}\n"
             "The function must do the same each time it runs with the same arguments."
@@ -192,14 +193,18 @@ def _make_rank_error(
         f"    rank {rank}   {'failed: ' if rank in failed else 'came to '}{text}"
         for rank, text in enumerate(texts)
     ]
-    title = (
-        "a rank failed, so no rank has a result."
-        if failed
-        else "the ranks came to different places."
-    )
     prefix = "" if call is None else f"{call}: "
+    told = "\n".join(lines)
     first = failed[0] if failed else None
-    found = RankError(f"{prefix}{title}\n" + "\n".join(lines))
+    if failed:
+        found = documented_error(RankError, "rank-failed")(
+            f"{prefix}a rank failed, so no rank has a result.\n{told}"
+        )
+    else:
+        found = documented_error(RankError, "ranks-differ")(
+            f"{prefix}the ranks came to different places.\n{told}\n"
+            "All ranks must make the same calls, and in them the same collectives of the same shapes."
+        )
     found.rank, found.text = first, "" if first is None else texts[first]
     found.told.add(group.id)
     return found
@@ -209,13 +214,10 @@ def _make_lost_error(group: RankGroup, what: str, error: RuntimeError) -> RankEr
     """Return the error of a message that failed: a process has ended, or has not come in time."""
     place = f"forall/{group.id}/{group.calls}"
     absent = process_groups.find_absent_ranks(place, group.rank, group.size, _SECONDS_OF_ROLL_CALL)
-    names = ", ".join(map(str, absent))
-    title = (
-        f"rank {names} has ended, or has not come to this place." if absent else "a message failed."
-    )
+    names = f"rank {', '.join(map(str, absent))}" if absent else "another rank"
     rows = [(f"rank {group.rank}", f"came to {what}"), ("torch", str(error).splitlines()[0])]
-    found = RankError(
-        f"{title}\n{format_columns(rows)}\n"
+    found = documented_error(RankError, "rank-lost")(
+        f"{names} has ended, or has not come to this place.\n{format_columns(rows)}\n"
         "The process group is lost. Start the processes again, for example by "
         "torchrun --max-restarts."
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forall._compat import pytree
+from forall._compat.documented_error import documented_error
 from forall._core import communication_log, rank_ops
 from forall._core.errors import RankError, format_columns
 from forall._core.levels import stack
@@ -40,7 +41,7 @@ class RankCall:
     def __enter__(self) -> Self:
         group, thread = self.group, threading.get_ident()
         if group.thread not in (None, thread):
-            raise RuntimeError(
+            raise documented_error(RuntimeError, "mesh")(
                 f"{self.call}: another thread makes a call over axis {group.axis!r} of this mesh.\n"
                 "Ranks would take the messages of one for those of the other. Make one call after "
                 "the other, or give each thread a mesh of its own."
@@ -70,7 +71,7 @@ class RankCall:
         ranks = AxisRanks(self.group, sizes)
         if axis_size not in (None, ranks.total):
             rows = [("axis_size", str(axis_size)), ("on the ranks", " + ".join(map(str, sizes)))]
-            raise ValueError(
+            raise documented_error(ValueError, "axis-size")(
                 f"{self.call}: the ranks have {ranks.total} examples together, not axis_size.\n"
                 f"{format_columns(rows)}\nGive no axis_size, or each rank its part of so many."
             )

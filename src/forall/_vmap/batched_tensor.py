@@ -373,9 +373,9 @@ def lay_out_separately(b: BatchedTensor) -> None:
     """Put the examples of a family one after another, each laid out as it would be alone."""
     family = b.family
     if family is None:
-        b.value, b.axis = _copy_separately(b.value, b.axis), 0
-    elif family.axis is not None:
-        family.rebase(_copy_separately(family.value, family.axis), 0)
+        b.value, b.axis = _copy_separately(b.value, b.axis)
+    else:
+        family.rebase(*_copy_separately(family.value, family.axis))
     _refresh_shown_layout(b)
 
 
@@ -396,10 +396,15 @@ def are_interleaved(b: BatchedTensor) -> bool:
     return any(s > step for s, n in zip(value.stride(), value.shape, strict=True) if n > 1)
 
 
-def _copy_separately(value: torch.Tensor, axis: int) -> torch.Tensor:
-    """(B, *S), each example without gaps, its dims in the order in memory that they have."""
+def _copy_separately(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | None]:
+    """(B, *S), each example without gaps, its dims in the order in memory that they have.
+
+    A value that all examples share is copied as one example.
+    """
+    if axis is None:
+        return _copy_separately(value.unsqueeze(0), 0)[0].squeeze(0), None
     stack = value.movedim(axis, 0)
-    return stack.new_empty_strided(stack.shape, compute_dense_strides(stack)).copy_(stack)
+    return stack.new_empty_strided(stack.shape, compute_dense_strides(stack)).copy_(stack), 0
 
 
 def compute_dense_strides(stack: torch.Tensor) -> list[int]:
