@@ -49,7 +49,7 @@ with _without_collector():
     from forall._control_flow.scan import map, scan  # noqa: A004 - the name that it has in JAX
     from forall._control_flow.while_loop import fori_loop, while_loop
     from forall._core.config import now as config
-    from forall._core.errors import PerformanceWarning
+    from forall._core.errors import AxisError, PerformanceWarning, RankError
     from forall._divergence import install as _wiring
     from forall._vmap import rules as _rules
 
@@ -61,9 +61,11 @@ with _without_collector():
 del _captured, _copies, _functions, _replay, _wiring, _nodes, _rules, _torchs
 del _warn_if_untested, _without_collector
 __all__ = [
+    "AxisError",
     "Chunks",
     "Explanation",
     "PerformanceWarning",
+    "RankError",
     "all_gather",
     "all_to_all",
     "associative_scan",

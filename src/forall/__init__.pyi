@@ -35,12 +35,14 @@ from forall._control_flow.cond import cond, switch
 from forall._control_flow.scan import map, scan  # noqa: A004 - the name that it has in JAX
 from forall._control_flow.while_loop import fori_loop, while_loop
 from forall._core.config import now as config
-from forall._core.errors import PerformanceWarning
+from forall._core.errors import AxisError, PerformanceWarning, RankError
 
 __all__ = [
+    "AxisError",
     "Chunks",
     "Explanation",
     "PerformanceWarning",
+    "RankError",
     "all_gather",
     "all_to_all",
     "associative_scan",

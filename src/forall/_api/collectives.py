@@ -503,5 +503,5 @@ def _check_perm(perm: Any, axis: Axis) -> list[tuple[int, int]]:
 def _make_perm_error(axis: Axis, what: str, value: Any, cure: str) -> ValueError:
     rows = [("in perm", repr(value)), ("axis", f"{axis.name!r}, size {axis.size}")]
     return documented_error(ValueError, "collective-argument")(
-        f"ppermute(.., {axis.name!r}, perm): {what}.\n{format_columns(rows)}\n{cure}"
+        f"ppermute(.., {axis.name!r}, perm): in perm, {what}.\n{format_columns(rows)}\n{cure}"
     )

@@ -34,13 +34,28 @@ class CollectiveError(RuntimeError):
 
 
 class AxisError(CollectiveError):
-    """The error of a collective that not all examples of its axis come to."""
+    """The error of a collective that not all examples of its axis come to.
+
+    Example:
+        >>> def f(x):
+        ...     return forall.psum(x, "b") if x > 1 else x
+        >>> try:
+        ...     forall.vmap(f, axis_name="b")(torch.tensor([1.0, 2.0]))
+        ... except forall.AxisError as error:
+        ...     print(str(error).splitlines()[0])
+        psum(.., 'b'): 1 of 2 examples of axis 'b' come here; the others took another way.
+    """
 
 
 class RankError(CollectiveError):
     """An error on every rank of a mesh: a rank failed, or the ranks came to different places.
 
     ``rank`` is the rank that failed, None if none did. ``text`` is what it said of its error.
+
+    Example:
+        >>> error = forall.RankError("a rank failed, so no rank has a result.")
+        >>> isinstance(error, RuntimeError), error.rank
+        (True, None)
     """
 
     rank: int | None = None

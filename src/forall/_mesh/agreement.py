@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import process_groups
-from forall._compat.dispatch_state import no_dispatch
+from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.documented_error import documented_error
 from forall._core import communication_log, config
 from forall._core.call_site import OURS, TORCH, find_users_line
@@ -180,7 +180,7 @@ def _exchange_texts(group: RankGroup, text: str) -> list[str]:
 @contextmanager
 def _plain_tensors() -> Iterator[None]:
     """Make tensors that no mode and no level sees."""
-    with torch._C.DisableTorchFunction(), no_dispatch():
+    with functions_off(), no_dispatch():
         yield
 
 
@@ -203,7 +203,7 @@ def _make_rank_error(
     else:
         found = documented_error(RankError, "ranks-differ")(
             f"{prefix}the ranks came to different places.\n{told}\n"
-            "All ranks must make the same calls, and in them the same collectives of the same shapes."
+            "All ranks must make the same calls, and in them the same collectives."
         )
     found.rank, found.text = first, "" if first is None else texts[first]
     found.told.add(group.id)

@@ -7,6 +7,7 @@ from forall._vmap.rules import (
     api_overrides,
     attention,
     batch_norm,
+    between_ranks,
     cat_stack,
     convolution,
     copy_into,

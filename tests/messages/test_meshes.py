@@ -1,0 +1,171 @@
+"""What is said of meshes, in a group of one process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from forall import RankError, psum, vmap
+from golden import refused
+
+X = torch.ones(2, 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh():
+    return DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("dp",))
+
+
+def first(x):
+    return psum(x, "b")
+
+
+def test_one_process_is_a_mesh_of_one_rank(mesh):
+    assert torch.equal(vmap(first, axis_name="b", mesh=mesh)(X), vmap(first, axis_name="b")(X))
+
+
+def test_what_is_no_mesh():
+    with refused(
+        TypeError,
+        """
+        vmap: mesh must be a torch.distributed DeviceMesh.
+            mesh   4   int
+        Make one: init_device_mesh("cuda", (8,), mesh_dim_names=("dp",)).
+        """,
+    ):
+        vmap(first, mesh=4)
+
+
+def test_a_mesh_of_two_dims():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    with refused(
+        ValueError,
+        f"""
+        vmap: the examples lie along one dim of a mesh.
+            mesh   {mesh}   2 dims
+        Choose one: mesh["dp"].
+        """,
+    ):
+        vmap(first, mesh=mesh)
+
+
+def test_draws_that_would_be_the_same_on_all_ranks(mesh):
+    with refused(
+        ValueError,
+        """
+        vmap: the generators of the ranks need not agree, so no draw is the same for all examples of a mesh.
+            randomness   'same'
+        Pass a key of forall.random, or draw before the call and share the numbers.
+        """,
+    ):
+        vmap(first, randomness="same", mesh=mesh)
+
+
+def test_another_number_of_examples(mesh):
+    with refused(
+        ValueError,
+        """
+        vmap(first, in_dims=0): the ranks have 2 examples together, not axis_size.
+            axis_size      7
+            on the ranks   2
+        Give no axis_size, or each rank its part of so many.
+        """,
+    ):
+        vmap(first, axis_name="b", axis_size=7, mesh=mesh)(X)
+
+
+def test_a_thread_that_makes_a_call_beside_another(mesh):
+    from forall._mesh.rank_group import get_rank_group
+
+    vmap(first, axis_name="b", mesh=mesh)(X)
+    ranks = get_rank_group(mesh)
+    ranks.thread = -1
+    try:
+        with refused(
+            RuntimeError,
+            """
+            vmap(first, in_dims=0): another thread makes a call over axis 'dp' of this mesh.
+            Ranks would take the messages of one for those of the other. Make one call after the other, or give each thread a mesh of its own.
+            """,
+        ):
+            vmap(first, axis_name="b", mesh=mesh)(X)
+    finally:
+        ranks.thread = None
+    assert vmap(first, axis_name="b", mesh=mesh)(X)[0, 0] == 2
+
+
+def test_a_run_that_sends_something_else_when_it_is_made_again(mesh):
+    log = _Growing()
+
+    def step(x):
+        y = psum(x * len(log), "b")
+        return y + 1 if x > 0 else y
+
+    with pytest.raises(RuntimeError, match="A part of a function ran once more"):
+        vmap(step, axis_name="b", mesh=mesh)(torch.tensor([1.0, -3.0]))
+
+
+class _Growing:
+    """A thing whose length is another each time, by state that nothing can restore."""
+
+    def __init__(self):
+        self.lengths = iter(range(1, 100))
+
+    def __len__(self):
+        return next(self.lengths)
+
+
+def test_ranks_that_came_to_different_places():
+    from forall._mesh.agreement import _make_rank_error
+
+    ranks = SimpleNamespace(id="0", size=2)
+    with refused(
+        RankError,
+        """
+        the ranks came to different places.
+            rank 0   came to the end
+            rank 1   came to a sum of float32[3] at train.py:31
+        All ranks must make the same calls, and in them the same collectives.
+        """,
+    ):
+        raise _make_rank_error(
+            ranks, [[0, 1], [0, 1]], ["the end", "a sum of float32[3] at train.py:31"], None
+        )
+    with refused(
+        RankError,
+        """
+        a rank failed, so no rank has a result.
+            rank 0   came to the end
+            rank 1   failed: ValueError: bad data (train.py:27)
+        """,
+    ):
+        raise _make_rank_error(
+            ranks, [[0, 1], [1, 1]], ["the end", "ValueError: bad data (train.py:27)"], None
+        )
+
+
+def test_a_rank_that_is_lost(monkeypatch):
+    from forall._compat import process_groups
+    from forall._mesh.agreement import _make_lost_error
+
+    monkeypatch.setattr(process_groups, "find_absent_ranks", lambda *_: [1])
+    ranks = SimpleNamespace(id="0", size=2, rank=0, calls=1)
+    with refused(
+        RankError,
+        """
+        rank 1 has ended, or has not come to this place.
+            rank 0   came to the end
+            torch    Operation timed out!
+        The process group is lost. Start the processes again, for example by torchrun --max-restarts.
+        """,
+    ):
+        raise _make_lost_error(ranks, "the end", RuntimeError("Operation timed out!"))
