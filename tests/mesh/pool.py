@@ -1,7 +1,7 @@
 """A pool of processes, each a rank of one gloo group on the loopback, that call functions by name.
 
-A function of `rank_programs` is called on the ranks of a subgroup, with a mesh of one dim over them. The
-pool returns what each rank returned, or the text of what it raised.
+A function of `rank_programs` is called on the ranks of a subgroup, with a mesh of one dim over
+them. The pool returns what each rank returned, or the text of what it raised.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def agree_once(group: RankGroup, what: str, call: TransformCall | None, size: in
 def _check_same_message(entry: LogEntry, what: str, sent: int) -> None:
     if entry.what != what or entry.sent != sent:
         same = " with other values" if entry.what == what else ""
-        raise documented_error(RuntimeError, "ranks-differ")(
+        raise documented_error(RankError, "ranks-differ")(
             "A part of a function ran once more, and sent another message than before.\n"
             f"    before  {entry.what}\n    now     {what}{same}\n"
             "The function must do the same each time it runs with the same arguments."
