@@ -13,5 +13,6 @@ from . import gaussian_process  # noqa: F401
 from . import parting  # noqa: F401
 from . import fallbacks  # noqa: F401
 from . import convolutions  # noqa: F401
+from . import named_axes  # noqa: F401
 from . import shared  # noqa: F401
 from . import libraries  # noqa: F401

@@ -30,6 +30,7 @@ from forall import (
     vmap,
 )
 from forall._autodiff.dual_tensor import DualTensor
+from forall._vmap.lazy_grad import sources
 from jit.conftest import recorded  # noqa: F401 - pytest finds it here
 from replay.conftest import at_once, hits  # noqa: F401
 
@@ -371,3 +372,55 @@ def test_explain_tells_of_a_call_with_an_axis():
 def test_vmap_takes_its_options_in_one_place():
     names = [*inspect.signature(vmap).parameters]
     assert names[-2:] == ["axis_name", "axis_size"]
+
+
+# --- lazy gradients ----------------------------------------------------------------------------
+
+GENERATOR = torch.Generator("cpu").manual_seed(0)
+LEFT, RIGHT = (
+    torch.randn(2, 150, 24, dtype=torch.float64, generator=GENERATOR).mul(0.1).to(XS.device)
+)
+WEIGHT = torch.randn(24, 16, dtype=torch.float64, generator=GENERATOR).mul(0.3).to(XS.device)
+
+
+def by_rows(w, x, y):
+    return (all_gather(y @ w, "b") @ (x @ w)).sin().sum()
+
+
+def by_products(w, x, y):
+    return (psum(torch.outer(x @ w, y @ w), "b") @ (y @ w)).sin().sum()
+
+
+ON_THE_STACK = {
+    by_rows: lambda w: ((LEFT @ w) @ (RIGHT @ w).T).sin().sum(),
+    by_products: lambda w: ((RIGHT @ w) @ ((LEFT @ w).T @ (RIGHT @ w)).T).sin().sum(),
+}
+
+
+@pytest.mark.parametrize("one", ON_THE_STACK)
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        grad,
+        lambda f: lambda w: jvp(grad(f), (w,), (w.cos(),))[1],
+        lambda f: grad(lambda w: grad(f)(w).sin().sum()),
+        lambda f: jacrev(lambda w: torch.stack([f(w), f(2 * w)])),
+        lambda f: lambda w: vmap(grad(f))(torch.stack([w, 2 * w])),
+    ],
+)
+def test_a_gradient_that_is_added_up_is_never_made(one, derivative, monkeypatch):
+    added, original = [], sources._add_up_examples
+
+    def noted(*args, **kwargs):
+        added.append(original(*args, **kwargs))
+        return added[-1]
+
+    monkeypatch.setattr(sources, "_add_up_examples", noted)
+
+    def whole(w):
+        return vmap(one, (None, 0, 0), axis_name="b")(w, LEFT, RIGHT).sum()
+
+    torch.testing.assert_close(derivative(whole)(WEIGHT), derivative(ON_THE_STACK[one])(WEIGHT))
+    if derivative is grad:
+        assert len(added) == 1
+        assert added[0] is not None

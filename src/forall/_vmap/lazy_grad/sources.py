@@ -10,10 +10,12 @@ import torch
 from forall._compat.dispatch_state import has_users_tangents
 from forall._compat.shapes import broadcast_shapes
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core import collective_ops
 from forall._core.axes import fold_axis, pad_rank
 from forall._core.levels import stack
-from forall._vmap.batched_tensor import BatchedTensor
+from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.lazy_grad.lazy_tensor import (
+    DeferredSum,
     LazyGrad,
     can_propagate_linear,
     count_result_entries,
@@ -49,6 +51,10 @@ def make_lazy_result(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> 
     if found:
         if func is aten.detach.default:
             return found[0].graph_free()
+        if func in _ADDED_UP and _has_all_examples(level, operands):
+            total = _add_up_examples(level, args[0], number=args[-2])
+            if total is not None:
+                return wrap_stack(total, _ADDED_UP[func], level)
         lazy = all(map(can_propagate_linear, found))
         plain = lazy and not kwargs and _has_all_examples(level, operands)
         if plain and is_linear(level, func, args):
@@ -62,6 +68,18 @@ def make_lazy_result(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> 
     if source is None or kwargs or has_users_tangents() or not _has_all_examples(level, operands):
         return None
     return source(level, func, args) if _are_plain(level, operands) else None
+
+
+# Collectives that add up the examples, with the axis of the sum along which their results lie.
+_ADDED_UP = {collective_ops.PSUM: None, collective_ops.PSUM_SCATTER: 0}
+
+
+def _add_up_examples(level: VmapLevel, g: Any, number: int) -> Tensor | None:
+    """Return the sum over the examples of the axis with this number; None if it must be made."""
+    axis = level.axis
+    if axis is None or axis.number != number or axis.size != level.size or g.records_on_value:
+        return None
+    return g.deferred.sum_examples() if type(g.deferred) is DeferredSum else None
 
 
 def _has_all_examples(level: VmapLevel, operands: list) -> bool:
