@@ -371,7 +371,7 @@ def test_explain_tells_of_a_call_with_an_axis():
 
 def test_vmap_takes_its_options_in_one_place():
     names = [*inspect.signature(vmap).parameters]
-    assert names[-2:] == ["axis_name", "axis_size"]
+    assert names[-3:] == ["axis_name", "axis_size", "mesh"]
 
 
 # --- lazy gradients ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from forall._api.execution import transform_decorator as decorator
 
 X = torch.arange(1.0, 4.0)
 DATA = {"func", "primals", "tangents"}  # what a call is of
+WITHOUT_KEY = {"mesh"}  # calls of all ranks are not replayed
 # Of each keyword two values that a transform takes.
 VALUES = {
     "argnums": (0, 1),
@@ -74,7 +75,7 @@ KEYWORDS = [
     (name, parameter)
     for name in KEYED
     for parameter in inspect.signature(transforms()[name]).parameters
-    if parameter not in DATA
+    if parameter not in DATA | WITHOUT_KEY
 ]
 
 
