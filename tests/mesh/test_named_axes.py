@@ -172,6 +172,18 @@ def test_the_largest_shares_its_derivative_as_in_torch():
     assert over(lambda x: pmax(x, "b"))(nan).isnan().all()
 
 
+@pytest.mark.filterwarnings("ignore:.*prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_examples_of_several_shapes(layout):
+    rows = [torch.ones(2), torch.ones(3), torch.ones(2)]
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    assert over(lambda x: x.sum() + axis_index("b"))(nested).tolist() == [2.0, 4.0, 4.0]
+    with pytest.raises(RuntimeError, match="arguments of several shapes"):
+        over(lambda x: psum(x.sum(), "b"))(nested)
+    alike = torch.nested.nested_tensor([rows[0], rows[2]], layout=layout)
+    assert over(lambda x: psum(x.sum(), "b"))(alike).tolist() == [4.0, 4.0]
+
+
 # --- memory ------------------------------------------------------------------------------------
 
 
@@ -219,6 +231,22 @@ def test_nothing_outlives_the_call():
 
 
 # --- other ways in -----------------------------------------------------------------------------
+
+
+def test_norms_of_gradients():
+    w = torch.randn(4, 2, dtype=torch.float64)
+    ys = torch.randn(3, 5, 4, dtype=torch.float64)
+
+    def loss(w, y):
+        return psum((y @ w).sin(), "b").square().sum()
+
+    got = over(lambda y: forall.per_example_grad_norm(lambda w, y: (y @ w).sin().sum())(w, y))(ys)
+    plain = vmap(grad(lambda w, y: (y @ w).sin().sum()), (None, 0))
+    want = torch.stack([plain(w, y).flatten(1).norm(dim=1) for y in ys])
+    torch.testing.assert_close(got, want)
+    norms = over(lambda y: forall.per_example_grad_norm(loss)(w, y))(ys)
+    gradients = over(lambda y: vmap(grad(loss), (None, 0))(w, y))(ys)
+    torch.testing.assert_close(norms, gradients.flatten(2).norm(dim=2))
 
 
 class Normalized(nn.Module):

@@ -169,9 +169,11 @@ def pmean(x: Any, axis_name: Hashable) -> Any:
     """
 
     def to_float(t: Any) -> Any:
-        if not isinstance(t, torch.Tensor) or t.dtype.is_floating_point or t.dtype.is_complex:
+        if not isinstance(t, torch.Tensor):
             return t
-        return t.to(torch.get_default_dtype())
+        with functions_off():  # to ask is no call that a level has to see
+            is_exact = not (t.is_floating_point() or t.is_complex())
+        return t.to(torch.get_default_dtype()) if is_exact else t
 
     def on_number(n: Any) -> Any:
         return n if isinstance(n, complex) else float(n)

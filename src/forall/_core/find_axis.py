@@ -71,8 +71,11 @@ def _make_part_error(call: str, axis: Axis, root: Any) -> AxisError:
     why = f"chunk_size={axis.chunk_size!r} runs so many at once"
     cure = "Give no chunk_size, or return what is to be combined and combine the results."
     if axis.chunk_size is None:
-        why = "they have parted in code that could not be converted, and run in groups"
-        cure = "Call it before they part, in a function of its own; forall.explain tells where."
+        why = (
+            "they run in groups: they have parted in code that could not be converted, or have "
+            "arguments of several shapes"
+        )
+        cure = "Call it in a vmap of its own, before they part; forall.explain tells where."
     return AxisError(
         f"{call}: {root.size} of {axis.size} examples of axis {axis.name!r} run together, since "
         f"{why}.\n{format_columns(rows)}\nA collective takes all examples of its axis. {cure}"

@@ -66,8 +66,11 @@ class MappedArguments(NamedTuple):
 
     def make_axis(self, name: Hashable, chunk_size: Any) -> Axis:
         """Return a named axis of all examples."""
-        pairs = zip(self.leaves, self.dims, strict=True)
-        device = next((x.device for x, dim in pairs if dim is not None), None)
+        device = None
+        for leaf, dim in zip(self.leaves, self.dims, strict=True):
+            if dim is not None:
+                device = leaf.whole.device if type(leaf) is NestedExamples else leaf.device
+                break
         return make_axis(name, self.size, device, chunk_size)
 
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
