@@ -418,7 +418,7 @@ def axis_index(axis_name: Hashable) -> Tensor:
         if isinstance(numbers, range):
             examples = torch.arange(numbers.start, numbers.stop, device=axis.device)
         elif isinstance(numbers, list):
-            examples = make_index(numbers, axis.device or torch.get_default_device())
+            examples = make_index(numbers, axis.device)
         else:
             examples = torch.arange(axis.size, device=axis.device)
     return wrap_stack(examples, 0, level)

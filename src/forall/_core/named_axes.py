@@ -19,10 +19,10 @@ class Axis(NamedTuple):
     name: Hashable
     size: int  # how many examples the call has
     number: int  # identifies the axis among the arguments of an operator
-    device: torch.device | None  # of the mapped arguments
+    device: torch.device  # of the mapped arguments, where there are some
     chunk_size: Any  # an option of the call, for messages
 
 
-def make_axis(name: Hashable, size: int, device: torch.device | None, chunk_size: Any) -> Axis:
+def make_axis(name: Hashable, size: int, device: torch.device, chunk_size: Any) -> Axis:
     """Return a new axis, which differs from all others."""
     return Axis(name, size, next(_numbers), device, chunk_size)

@@ -66,12 +66,11 @@ class MappedArguments(NamedTuple):
 
     def make_axis(self, name: Hashable, chunk_size: Any) -> Axis:
         """Return a named axis of all examples."""
-        device = None
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
             if dim is not None:
                 device = leaf.whole.device if type(leaf) is NestedExamples else leaf.device
-                break
-        return make_axis(name, self.size, device, chunk_size)
+                return make_axis(name, self.size, device, chunk_size)
+        return make_axis(name, self.size, torch.get_default_device(), chunk_size)
 
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
         """Return args and kwargs of an example; arguments without mapped leaves are the same."""
