@@ -332,6 +332,21 @@ def test_a_hook_that_calls_a_collective():
     assert over(f)(XS).tolist() == [-4.0] * 4
 
 
+def test_a_hook_that_runs_after_the_call():
+    def f(x):
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda g: psum(g, "b"))
+        return y * y
+
+    want = [-4.0] * 4
+    assert over(grad(f))(XS).tolist() == want
+    assert grad(lambda xs: over(f)(xs).sum())(XS).tolist() == want
+    xs = XS.clone().requires_grad_()
+    over(f)(xs).sum().backward()
+    assert xs.grad.tolist() == want
+
+
 def test_random_numbers_do_not_change():
     key = forall.random.key(0)
 

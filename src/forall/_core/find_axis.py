@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import find_users_line
 from forall._core.errors import AxisError, format_columns
 from forall._core.levels import stack
@@ -27,14 +28,22 @@ def _iter_axes() -> Iterator[tuple[Axis, Level]]:
             level = level.parent
 
 
-def find_axis(verb: str, name: Hashable) -> tuple[Axis, Any]:
-    """Return the axis of this name, and the root level that has it."""
+def find_axis(verb: str, name: Hashable, operand: Any = None) -> tuple[Axis, Any]:
+    """Return the axis of this name, and the root level that has it.
+
+    A hook may run when all levels have ended. Then the levels of the ``operand`` have the names.
+    """
     level = stack.top
     if level is not None and level.axis is not None and level.axis.name == name:  # most often
         return level.axis, level.root
     for axis, root in _iter_axes():
         if axis.name == name:
             return axis, root
+    while isinstance(operand, Wrapper):
+        axis = operand.level.axis
+        if axis is not None and axis.name == name:
+            return axis, operand.level.root
+        operand = operand.value
     known = dict.fromkeys(axis.name for axis, _ in _iter_axes())
     rows = [("named", ", ".join(map(repr, known)) or "none")]
     raise NameError(
