@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import forall
+from draws import make_generator
 from forall import (
     all_gather,
     all_to_all,
@@ -19,7 +20,6 @@ from forall import (
     explain,
     grad,
     jacrev,
-    jit,
     jvp,
     pmax,
     pmean,
@@ -31,8 +31,6 @@ from forall import (
 )
 from forall._autodiff.dual_tensor import DualTensor
 from forall._vmap.lazy_grad import sources
-from jit.conftest import recorded  # noqa: F401 - pytest finds it here
-from replay.conftest import at_once, hits  # noqa: F401
 
 XS = torch.tensor([1.0, -2.0, 3.0, -4.0])
 
@@ -172,6 +170,16 @@ def test_the_largest_shares_its_derivative_as_in_torch():
     assert over(lambda x: pmax(x, "b"))(nan).isnan().all()
 
 
+def test_examples_of_several_shapes():
+    rows = [torch.ones(2), torch.ones(3), torch.ones(2)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    assert over(lambda x: x.sum() + axis_index("b"))(nested).tolist() == [2.0, 4.0, 4.0]
+    with pytest.raises(RuntimeError, match="arguments of several shapes"):
+        over(lambda x: psum(x.sum(), "b"))(nested)
+    alike = torch.nested.nested_tensor([rows[0], rows[2]], layout=torch.jagged)
+    assert over(lambda x: psum(x.sum(), "b"))(alike).tolist() == [4.0, 4.0]
+
+
 # --- memory ------------------------------------------------------------------------------------
 
 
@@ -219,6 +227,22 @@ def test_nothing_outlives_the_call():
 
 
 # --- other ways in -----------------------------------------------------------------------------
+
+
+def test_norms_of_gradients():
+    w = torch.randn(4, 2, dtype=torch.float64)
+    ys = torch.randn(3, 5, 4, dtype=torch.float64)
+
+    def loss(w, y):
+        return psum((y @ w).sin(), "b").square().sum()
+
+    got = over(lambda y: forall.per_example_grad_norm(lambda w, y: (y @ w).sin().sum())(w, y))(ys)
+    plain = vmap(grad(lambda w, y: (y @ w).sin().sum()), (None, 0))
+    want = torch.stack([plain(w, y).flatten(1).norm(dim=1) for y in ys])
+    torch.testing.assert_close(got, want)
+    norms = over(lambda y: forall.per_example_grad_norm(loss)(w, y))(ys)
+    gradients = over(lambda y: vmap(grad(loss), (None, 0))(w, y))(ys)
+    torch.testing.assert_close(norms, gradients.flatten(2).norm(dim=2))
 
 
 class Normalized(nn.Module):
@@ -308,6 +332,21 @@ def test_a_hook_that_calls_a_collective():
     assert over(f)(XS).tolist() == [-4.0] * 4
 
 
+def test_a_hook_that_runs_after_the_call():
+    def f(x):
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda g: psum(g, "b"))
+        return y * y
+
+    want = [-4.0] * 4
+    assert over(grad(f))(XS).tolist() == want
+    assert grad(lambda xs: over(f)(xs).sum())(XS).tolist() == want
+    xs = XS.clone().requires_grad_()
+    over(f)(xs).sum().backward()
+    assert xs.grad.tolist() == want
+
+
 def test_random_numbers_do_not_change():
     key = forall.random.key(0)
 
@@ -320,48 +359,7 @@ def test_random_numbers_do_not_change():
     torch.testing.assert_close(total, plain.sum().expand(4))
 
 
-# --- replay ------------------------------------------------------------------------------------
-
-
-def through_replay(f, *args):
-    return [f(*args) for _ in range(12)]
-
-
-def named(x):
-    return x * psum(x, "b") + axis_index("b") + axis_size("b")
-
-
-def of_many():
-    return psum(1.0, "b") + axis_index("b")
-
-
-def test_calls_are_replayed_under_their_own_name_and_size(at_once, hits):  # noqa: F811
-    want = XS * XS.sum() + torch.arange(4) + 4
-    for got in through_replay(over(named), XS):
-        torch.testing.assert_close(got, want)
-    assert len(hits) > 3
-    for _ in range(3):
-        with pytest.raises(NameError):
-            vmap(named, axis_name="c")(XS)
-        with pytest.raises(NameError):
-            vmap(named)(XS)
-    longer = torch.cat([XS, XS])
-    for got in through_replay(over(named), longer):
-        torch.testing.assert_close(got, longer * longer.sum() + torch.arange(8) + 8)
-    for size in (3, 4):
-        f = vmap(of_many, axis_name="b", axis_size=size)
-        for got in through_replay(f):
-            assert torch.equal(got, torch.arange(size) + float(size))
-    for got in through_replay(over(grad(lambda x: psum(x * x, "b"))), XS):
-        torch.testing.assert_close(got, 8 * XS)
-
-
-def test_a_program_has_ordinary_operators():
-    f = jit(over(lambda x: x - psum(x, "b")))
-    f(XS)
-    listing = str(f.kinds()[0])
-    assert "sum" in listing
-    assert "psum" not in listing
+# --- the call itself -----------------------------------------------------------------------------
 
 
 def test_explain_tells_of_a_call_with_an_axis():
@@ -376,11 +374,9 @@ def test_vmap_takes_its_options_in_one_place():
 
 # --- lazy gradients ----------------------------------------------------------------------------
 
-GENERATOR = torch.Generator("cpu").manual_seed(0)
-LEFT, RIGHT = (
-    torch.randn(2, 150, 24, dtype=torch.float64, generator=GENERATOR).mul(0.1).to(XS.device)
-)
-WEIGHT = torch.randn(24, 16, dtype=torch.float64, generator=GENERATOR).mul(0.3).to(XS.device)
+GENERATOR = make_generator()
+LEFT, RIGHT = torch.randn(2, 150, 24, dtype=torch.float64, generator=GENERATOR).mul(0.1)
+WEIGHT = torch.randn(24, 16, dtype=torch.float64, generator=GENERATOR).mul(0.3)
 
 
 def by_rows(w, x, y):

@@ -311,7 +311,7 @@ def without_source(text):
 @pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
 def test_groups_refuse_collectives_and_count_over_the_whole_call():
     f = without_source("def f(x):\n  if x > 0:\n    return x\n  return psum(x, 'b')")
-    with pytest.raises(AxisError, match="parted in code that could not be converted"):
+    with pytest.raises(AxisError, match="run in groups: they have parted in code that could"):
         vmap(f, axis_name="b")(XS)
     f = without_source(
         "def f(x):\n  if x > 0:\n    return axis_index('b')\n  return -axis_index('b')"

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from draws import make_generator
 from forall import grad, jacfwd, jacrev, jit, jvp, vmap
 from mesh.programs import Explicit, Named
 
@@ -121,7 +122,7 @@ def check_program(seed):
     program, names = make_program(seed)
     rng = random.Random(-seed)
     sizes = {n: SIZES[n] for n in names}
-    generator = torch.Generator().manual_seed(seed)
+    generator = make_generator(seed)
     shape = (*sizes.values(), *SHAPE)
     xs, ts = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
 

@@ -36,9 +36,9 @@ Tensor = torch.Tensor
 _NUMBERS = (int, float, complex)
 
 
-def _find_one(verb: str, name: Hashable) -> Axis:
+def _find_one(verb: str, name: Hashable, x: Any) -> Axis:
     """Return the axis of a name, of which all examples have to come."""
-    axis, root = find_axis(verb, name)
+    axis, root = find_axis(verb, name, x)
     if root.sub_level is not None or root.size != axis.local_size:
         check_all_come(verb, axis, root)
     return axis
@@ -98,9 +98,9 @@ def _check_leaf(call: str, leaf: Any) -> Any:
 
 def _reduce(verb: str, op: Any, x: Any, axis_name: Any, on_number: Callable[[Any], Any]) -> Any:
     if type(x) is BatchedTensor and type(axis_name) is not tuple:  # most often
-        return _apply(op, x, _find_one(verb, axis_name))
+        return _apply(op, x, _find_one(verb, axis_name, x))
     names = axis_name if type(axis_name) is tuple else (axis_name,)
-    axes = [_find_one(verb, name) for name in names]
+    axes = [_find_one(verb, name, x) for name in names]
 
     def reduce_leaf(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
@@ -170,9 +170,11 @@ def pmean(x: Any, axis_name: Hashable) -> Any:
     """
 
     def to_float(t: Any) -> Any:
-        if not isinstance(t, torch.Tensor) or t.dtype.is_floating_point or t.dtype.is_complex:
+        if not isinstance(t, torch.Tensor):
             return t
-        return t.to(torch.get_default_dtype())
+        with functions_off():  # to ask is no call that a level has to see
+            is_exact = not (t.is_floating_point() or t.is_complex())
+        return t.to(torch.get_default_dtype()) if is_exact else t
 
     def on_number(n: Any) -> Any:
         return n if isinstance(n, complex) else float(n)
@@ -264,7 +266,7 @@ def all_gather(x: Any, axis_name: Hashable, dim: int = 0, tiled: bool = False) -
         >>> forall.vmap(log_softmax, axis_name="b")(x, 2 * x)
         tensor([-0.1269, -0.1269])
     """
-    axis = _find_one("all_gather", axis_name)
+    axis = _find_one("all_gather", axis_name, x)
 
     def gather_leaf(t: Any) -> Tensor:
         t = _to_tensor(t)
@@ -305,7 +307,7 @@ def psum_scatter(x: Any, axis_name: Hashable, scatter_dim: int = 0, tiled: bool 
         >>> forall.vmap(lambda x: psum_scatter(x, "b"), axis_name="b")(xs)
         tensor([4., 6.])
     """
-    axis = _find_one("psum_scatter", axis_name)
+    axis = _find_one("psum_scatter", axis_name, x)
 
     def scatter_leaf(t: Any) -> Tensor:
         t = _split("psum_scatter", "scatter_dim", _to_tensor(t), scatter_dim, axis, tiled)
@@ -345,7 +347,7 @@ def all_to_all(
         tensor([[1, 3],
                 [2, 4]])
     """
-    axis = _find_one("all_to_all", axis_name)
+    axis = _find_one("all_to_all", axis_name, x)
 
     def exchange_leaf(t: Any) -> Tensor:
         t = _to_tensor(t)
@@ -383,7 +385,7 @@ def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> An
         >>> forall.vmap(lambda x: ppermute(x, "b", ring), axis_name="b")(torch.tensor([1, 2, 3]))
         tensor([3, 1, 2])
     """
-    axis = _find_one("ppermute", axis_name)
+    axis = _find_one("ppermute", axis_name, x)
     pairs = _check_perm(perm, axis)
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
 
@@ -417,7 +419,7 @@ def axis_index(axis_name: Hashable) -> Tensor:
         if isinstance(numbers, range):
             examples = torch.arange(numbers.start, numbers.stop, device=axis.device)
         elif isinstance(numbers, list):
-            examples = make_index(numbers, axis.device or torch.get_default_device())
+            examples = make_index(numbers, axis.device)
         else:
             examples = torch.arange(axis.size, device=axis.device)
     return wrap_stack(examples, 0, level)

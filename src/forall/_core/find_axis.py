@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forall._compat.documented_error import documented_error
+from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import find_users_line
 from forall._core.errors import AxisError, format_columns
 from forall._core.levels import stack
@@ -28,14 +29,22 @@ def _iter_axes() -> Iterator[tuple[Axis, Level]]:
             level = level.parent
 
 
-def find_axis(verb: str, name: Hashable) -> tuple[Axis, Any]:
-    """Return the axis of this name, and the root level that has it."""
+def find_axis(verb: str, name: Hashable, operand: Any = None) -> tuple[Axis, Any]:
+    """Return the axis of this name, and the root level that has it.
+
+    A hook may run when all levels have ended. Then the levels of the ``operand`` have the names.
+    """
     level = stack.top
     if level is not None and level.axis is not None and level.axis.name == name:  # most often
         return level.axis, level.root
     for axis, root in _iter_axes():
         if axis.name == name:
             return axis, root
+    while isinstance(operand, Wrapper):
+        axis = operand.level.axis
+        if axis is not None and axis.name == name:
+            return axis, operand.level.root
+        operand = operand.value
     known = dict.fromkeys(axis.name for axis, _ in _iter_axes())
     rows = [("named", ", ".join(map(repr, known)) or "none")]
     raise documented_error(NameError, "axis-name")(
@@ -72,8 +81,11 @@ def _make_part_error(call: str, axis: Axis, root: Any) -> AxisError:
     why = f"chunk_size={axis.chunk_size!r} runs so many at once"
     cure = "Give no chunk_size, or return what is to be combined and combine the results."
     if axis.chunk_size is None:
-        why = "they have parted in code that could not be converted, and run in groups"
-        cure = "Call it before they part, in a function of its own; forall.explain tells where."
+        why = (
+            "they run in groups: they have parted in code that could not be converted, or have "
+            "arguments of several shapes"
+        )
+        cure = "Call it in a vmap of its own, before they part; forall.explain tells where."
     return documented_error(AxisError, "collective-diverged")(
         f"{call}: {root.size} of {axis.local_size} examples of axis {axis.name!r} run together, "
         f"since {why}.\n{format_columns(rows)}\nA collective takes all examples of its axis. {cure}"

@@ -19,7 +19,7 @@ class Axis(NamedTuple):
     name: Hashable
     size: int  # how many examples the call has
     number: int  # identifies the axis among the arguments of an operator
-    device: torch.device | None  # of the mapped arguments
+    device: torch.device  # of the mapped arguments, where there are some
     chunk_size: Any  # an option of the call, for messages
     local_size: int  # how many of the examples this process has
     ranks: Any = None  # `_mesh.axis_ranks.AxisRanks`, if other processes have further examples
@@ -28,7 +28,7 @@ class Axis(NamedTuple):
 def make_axis(
     name: Hashable,
     size: int,
-    device: torch.device | None,
+    device: torch.device,
     chunk_size: Any,
     ranks: Any = None,
 ) -> Axis:

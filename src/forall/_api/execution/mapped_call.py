@@ -66,9 +66,11 @@ class MappedArguments(NamedTuple):
 
     def make_axis(self, name: Hashable, chunk_size: Any, ranks: Any = None) -> Axis:
         """Return a named axis of all examples."""
-        pairs = zip(self.leaves, self.dims, strict=True)
-        device = next((x.device for x, dim in pairs if dim is not None), None)
-        return make_axis(name, self.size, device, chunk_size, ranks)
+        for leaf, dim in zip(self.leaves, self.dims, strict=True):
+            if dim is not None:
+                device = leaf.whole.device if type(leaf) is NestedExamples else leaf.device
+                return make_axis(name, self.size, device, chunk_size, ranks)
+        return make_axis(name, self.size, torch.get_default_device(), chunk_size, ranks)
 
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
         """Return args and kwargs of an example; arguments without mapped leaves are the same."""

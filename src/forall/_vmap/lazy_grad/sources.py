@@ -77,7 +77,9 @@ _ADDED_UP = {collective_ops.PSUM: None, collective_ops.PSUM_SCATTER: 0}
 def _add_up_examples(level: VmapLevel, g: Any, number: int) -> Tensor | None:
     """Return the sum over the examples of the axis with this number; None if it must be made."""
     axis = level.axis
-    if axis is None or axis.number != number or axis.size != level.size or g.records_on_value:
+    if axis is None or axis.number != number or axis.ranks is not None:
+        return None
+    if axis.size != level.size or g.records_on_value:
         return None
     return g.deferred.sum_examples() if type(g.deferred) is DeferredSum else None
 
