@@ -202,6 +202,16 @@ def run_failures(mesh, names):
     return found
 
 
+def run_with_agreement(mesh, how, sizes):
+    """Return the outcome of a call with several collectives, with this setting."""
+    xs = take_share(torch.arange(8.0), sizes, mesh.get_local_rank())
+    before, forall.config.agree = forall.config.agree, how
+    try:
+        return vmap(lambda x: psum(x, "b") * x + pmax(x, "b"), axis_name="b", mesh=mesh)(xs)
+    finally:
+        forall.config.agree = before
+
+
 def make_one_call_more(mesh):
     """The last rank makes a call that the others do not make."""
     x = torch.ones(2)

@@ -104,6 +104,13 @@ def test_sizes(pool):
         assert "2 + 2 + 2" in text
 
 
+@pytest.mark.parametrize("how", ["each", "call", "never"])
+def test_results_do_not_depend_on_how_often_ranks_agree(pool, how):
+    xs = torch.arange(8.0)
+    found = torch.cat(ask(pool, "run_with_agreement", how, WHOLE[3], size=3))
+    assert torch.equal(found, 28 * xs + 7)
+
+
 SAID = {  # what a failure's message says on the ranks that did not fail
     "fails before a message": "rank 2   failed: BadDataError: bad data (rank_programs.py:",
     "fails between messages": "rank 2   failed: BadDataError: bad data (rank_programs.py:",

@@ -9,7 +9,7 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.documented_error import documented_error
-from forall._core import communication_log, rank_ops
+from forall._core import communication_log, config, rank_ops
 from forall._core.errors import RankError, format_columns
 from forall._core.levels import stack
 from forall._mesh import rank_kernels
@@ -79,7 +79,7 @@ class RankCall:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
-            if self.is_inside or _is_signal(error):
+            if self.is_inside or config.now.agree == "never" or _is_signal(error):
                 return
             if error is None:
                 agree_once(self.group, END, self.call)
