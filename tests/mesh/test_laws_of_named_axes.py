@@ -93,6 +93,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("transform", OUTSIDE)
 def test_a_call_is_the_program_on_the_stack(program, transform):
     how = OUTSIDE[transform]
@@ -194,6 +195,7 @@ ASIDE = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("transform", "outside"), [x for x in product(INSIDE, OTHERS) if x not in ASIDE]
 )
@@ -223,6 +225,7 @@ OF_BOTH = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", [*OF_BOTH, *(f"{name} of i" for name in PROGRAMS)])
 @pytest.mark.parametrize("transform", OUTSIDE)
 def test_two_axes_are_the_program_on_the_stack(name, transform):
