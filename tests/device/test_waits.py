@@ -220,6 +220,19 @@ CALLS = {
         stack_module_state(NETS), X
     ),
     "an ensemble": lambda: vmap(ensemble, in_dims=((0, 0), None))(STATE, X),
+    "psum": lambda: named(lambda x: x * forall.psum(x, "b"))(XS),
+    "pmean": lambda: named(lambda x: x - forall.pmean(x, "b"))(XS),
+    "pmax": lambda: named(grad(lambda x: (x - forall.pmax(x, "b")).exp().sum()))(XS),
+    "pmin": lambda: named(lambda x: x - forall.pmin(x, "b"))(XS),
+    "all_gather": lambda: named(grad(lambda x: forall.all_gather(x, "b").cos().sum()))(XS),
+    "psum_scatter": lambda: named(lambda x: forall.psum_scatter(x, "b"))(SQUARE),
+    "all_to_all": lambda: named(lambda x: forall.all_to_all(x, "b"))(SQUARE),
+    "ppermute": lambda: named(lambda x: forall.ppermute(x, "b", [(0, 1), (2, 0)]))(XS),
+    "axis_index": lambda: named(lambda x: x * forall.axis_index("b"))(XS),
+    "axis_size": lambda: named(lambda x: x / forall.axis_size("b"))(XS),
+    "grad of vmap of psum": lambda: grad(
+        lambda x: named(lambda x: x * forall.psum(x, "b"))(x).sum()
+    )(XS),
     "outside": outside,
     "per-example gradients of batch norm": per_example_gradients_of_batch_norm,
 }
@@ -229,6 +242,11 @@ JITTED = jit(f)
 PER_EXAMPLE = jit(vmap(grad(loss)))
 KEY = forall.random.key(0).to(D)
 KEYS = forall.random.split(KEY, 4)
+SQUARE = numbers(5, 5, 2)  # examples with an entry for each example
+
+
+def named(call):
+    return vmap(call, axis_name="b")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -269,7 +287,7 @@ ASKING = {
 ZERO = torch.zeros((), device=D)
 # These run no function of tensors.
 OTHERS = {"Chunks", "Explanation", "PerformanceWarning", "config", "install", "installed"}
-OTHERS |= {"replace_all_batch_norm_modules_", "uninstall"}
+OTHERS |= {"AxisError", "RankError", "replace_all_batch_norm_modules_", "uninstall"}
 
 
 @pytest.mark.parametrize("name", ASKING)
