@@ -68,7 +68,10 @@ def gather(
     if len(x) < most:  # backends gather equal parts alone
         x = torch.cat([x, x.new_zeros((most - len(x), *x.shape[1:]))])
     out = x.new_empty((len(sizes) * most, *x.shape[1:]))
-    _wait(_all_gather(_bits(out), _bits(x.contiguous()), group, async_op=True), limit)
+    _wait(
+        _all_gather(view_as_integers(out), view_as_integers(x.contiguous()), group, async_op=True),
+        limit,
+    )
     if sum(sizes) == len(out):
         return out
     parts = zip(out.split(most), sizes, strict=True)
@@ -98,8 +101,11 @@ def exchange(
 ) -> torch.Tensor:
     """Send ``give[r]`` rows to each rank ``r``; return the ``take[r]`` rows of each."""
     out = x.new_empty((sum(take), *x.shape[1:]))
-    sent = _bits(x.contiguous())
-    _wait(dist.all_to_all_single(_bits(out), sent, [*take], [*give], group, async_op=True), limit)
+    sent = view_as_integers(x.contiguous())
+    _wait(
+        dist.all_to_all_single(view_as_integers(out), sent, [*take], [*give], group, async_op=True),
+        limit,
+    )
     return out
 
 
@@ -147,7 +153,7 @@ def _wait(work: Any, limit: float | None) -> None:
         work.wait(timedelta(seconds=limit))
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def view_as_integers(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory as integers, which all backends copy."""
     if x.is_complex():
         x = torch.view_as_real(x)

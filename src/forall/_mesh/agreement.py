@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,8 @@ def communicate(
     shape = ", ".join(map(str, sizes))
     dtype = str(x.dtype).removeprefix("torch.")
     line = find_users_line()
-    what = f"{kind} of {dtype}[{shape}] at {line.near()}"
+    file = Path(line.file).name  # ranks may have their files in unlike folders
+    what = f"{kind} of {dtype}[{shape}] at {file}:{line.line}"
     log = communication_log.get_log()
     entry = None if log is None else log.read_next()
     sent = 0 if log is None else _hash_values(x)
@@ -111,8 +113,8 @@ def _hash_values(x: torch.Tensor) -> int:
     if not x.numel():
         return 0
     with _plain_tensors(), torch.no_grad():
-        plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-        return int(torch.hash_tensor(plain.contiguous()).view(torch.int64))
+        integers = process_groups.view_as_integers(x.resolve_conj().resolve_neg().contiguous())
+        return int(torch.hash_tensor(integers).view(torch.int64))
 
 
 def _agree(group: RankGroup, what: str, call: TransformCall | None, size: int = 0) -> list[int]:
