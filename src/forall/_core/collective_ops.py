@@ -58,7 +58,8 @@ def _same(*rest: Any) -> tuple:
     return rest
 
 
-def _swap(sources: list[int], targets: list[int], *rest: Any) -> tuple:
+def swap(sources: list[int], targets: list[int], *rest: Any) -> tuple:
+    """Return these arguments with the first two in each other's place: sent back."""
     return (targets, sources, *rest)
 
 
@@ -69,7 +70,7 @@ _TRANSPOSES: dict[Any, tuple[Any, Callable[..., tuple]]] = {
     ALL_GATHER: (PSUM_SCATTER, _same),
     PSUM_SCATTER: (ALL_GATHER, _same),
     ALL_TO_ALL: (ALL_TO_ALL, _same),
-    PPERMUTE: (PPERMUTE, _swap),
+    PPERMUTE: (PPERMUTE, swap),
 }
 _OF_AXES = frozenset({*_TRANSPOSES, PMAX, PMIN})
 
@@ -143,15 +144,25 @@ class ExtremeCollective(torch.autograd.Function):
 
 def _count_hits(x: Tensor, y: Tensor, rest: tuple) -> tuple[Tensor, Tensor]:
     """Return for which examples ``x`` is the extreme value ``y``, and how many there are."""
-    hits = (x == y) | (x.isnan() & y.isnan())
+    hits = find_hits(x, y)
     return hits, PSUM(hits, *rest)
+
+
+def find_hits(x: Tensor, y: Tensor) -> Tensor:
+    """Return where ``x`` is the extreme value ``y``, which may be NaN."""
+    return (x == y) | (x.isnan() & y.isnan())
+
+
+def add_node(op: Any, node: type) -> None:
+    """Record an operator of this library by this node."""
+    _NODES[op] = node
+    _library.impl(op._opname, _make_autograd_kernel(op), "Autograd")
 
 
 def add_linear(op: Any, transpose: Any, arrange: Callable[..., tuple] = _same) -> None:
     """Give a linear operator of this library its transpose, and with it its derivatives."""
     _TRANSPOSES[op] = (transpose, arrange)
-    _NODES[op] = LinearCollective
-    _library.impl(op._opname, _make_autograd_kernel(op), "Autograd")
+    add_node(op, LinearCollective)
 
 
 _NODES: dict[Any, type] = dict.fromkeys(_TRANSPOSES, LinearCollective)

@@ -10,16 +10,11 @@ over ranks. The kernels are in `_mesh.rank_kernels`, which is imported with the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from forall._compat.dispatch_state import apply_own_function, below_autograd, has_tangent
-from forall._core.collective_ops import add_linear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from forall._core.collective_ops import add_linear, add_node, find_hits, swap
 
 Tensor = torch.Tensor
 library = torch.library.Library("forall", "FRAGMENT")
@@ -39,20 +34,16 @@ BEGIN = _define("begin", "str what, ")
 EXTREME = _define("extreme", "str kind, int[] sizes, ")  # (n, *S) -> (*S): of the rows of all ranks
 
 
-def _swap(give: list[int], take: list[int], *rest: Any) -> tuple:
-    return (take, give, *rest)
-
-
 class ExtremeOfRanks(torch.autograd.Function):
     """The node of the largest or smallest row; rows that have it share its derivative equally."""
 
     @staticmethod
-    def forward(_x, made, _kind, _sizes, _group):
+    def forward(_x, made, _op, _rest):
         return made[0]
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, _, _, _, ctx.group = inputs
+        x, _, _, (_kind, _sizes, ctx.group) = inputs
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
         ctx.set_materialize_grads(False)
@@ -60,9 +51,9 @@ class ExtremeOfRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         if g is None:
-            return None, None, None, None, None
+            return None, None, None, None
         hits, count = _count_hits(*ctx.saved_tensors, ctx.group)
-        return torch.where(hits, SUM(g, ctx.group) / count, 0), None, None, None, None
+        return torch.where(hits, SUM(g, ctx.group) / count, 0), None, None, None
 
     @staticmethod
     def jvp(ctx, t, *_):
@@ -74,24 +65,12 @@ class ExtremeOfRanks(torch.autograd.Function):
 
 def _count_hits(x: Tensor, y: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """Return which rows have the extreme value ``y``, and how many of all ranks."""
-    hits = (x == y) | (x.isnan() & y.isnan())
+    hits = find_hits(x, y)
     return hits, SUM(hits.sum(0), group)
-
-
-def _make_extreme_kernel() -> Callable:
-    def kernel(x: Tensor, *rest: Any) -> Tensor:
-        with below_autograd():
-            made = EXTREME(x, *rest)
-        moves = forward_ad._current_level >= 0 and has_tangent(x)
-        if moves or (x.requires_grad and torch.is_grad_enabled()):
-            return apply_own_function(ExtremeOfRanks, x, [made], *rest)
-        return made
-
-    return kernel
 
 
 add_linear(SUM, SUM)
 add_linear(GATHER, SCATTER)
 add_linear(SCATTER, GATHER)
-add_linear(EXCHANGE, EXCHANGE, _swap)
-library.impl(EXTREME._opname, _make_extreme_kernel(), "Autograd")
+add_linear(EXCHANGE, EXCHANGE, swap)
+add_node(EXTREME, ExtremeOfRanks)

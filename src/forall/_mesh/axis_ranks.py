@@ -6,7 +6,6 @@ stack of this rank's examples, and is named for its collective. It sends one mes
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,9 +78,8 @@ class AxisRanks:
 
 def split_evenly(total: int, count: int, rank: int) -> int:
     """Return how many of ``total`` examples a rank has, as `torch.chunk` splits them."""
-    ends = [*accumulate([-(-total // count)] * count)] if count else []
-    start = ends[rank - 1] if rank else 0
-    return max(0, min(total, ends[rank]) - min(total, start))
+    most = -(-total // count)
+    return max(0, min(most, total - rank * most))
 
 
 def _select(stack: Tensor, rows: list[int]) -> Tensor:

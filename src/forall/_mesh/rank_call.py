@@ -12,7 +12,7 @@ from forall._compat.documented_error import documented_error
 from forall._core import communication_log, config, rank_ops
 from forall._core.errors import RankError, format_columns
 from forall._core.levels import stack
-from forall._mesh import rank_kernels
+from forall._mesh import rank_kernels  # noqa: F401 - the kernels are registered by it
 from forall._mesh.agreement import END, agree_once, connect, tell_failure
 from forall._mesh.axis_ranks import AxisRanks, split_evenly
 from forall._mesh.rank_group import get_rank_group
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from forall._core.errors import TransformCall
-
-rank_kernels.register()
 
 
 class RankCall:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,64 +12,48 @@ from forall._mesh.agreement import agree_once, communicate
 from forall._mesh.rank_group import find_rank_group
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Tensor = torch.Tensor
 
 
-def _sum(x: Tensor, name: str) -> Tensor:
+def _send(what: str, call: Callable, x: Tensor, *rest: Any, rows_differ: bool = False) -> Tensor:
+    """Return ``call`` of the arguments, of which the last names the group, once ranks agree."""
+    *rest, name = rest
     ranks = find_rank_group(name)
-    group = ranks.group
     return communicate(
-        ranks, "a sum", x, lambda limit: process_groups.reduce(x, "sum", group, limit)
+        ranks, what, x, lambda limit: call(x, *rest, ranks.group, limit), rows_differ=rows_differ
     )
+
+
+def _sum(x: Tensor, name: str) -> Tensor:
+    return _send("a sum", process_groups.reduce, x, "sum", name)
 
 
 def _gather(x: Tensor, sizes: Sequence[int], name: str) -> Tensor:
-    ranks = find_rank_group(name)
-    group = ranks.group
-    return communicate(
-        ranks,
-        "a gather",
-        x,
-        lambda limit: process_groups.gather(x, sizes, group, limit),
-        rows_differ=True,
-    )
+    return _send("a gather", process_groups.gather, x, sizes, name, rows_differ=True)
 
 
 def _scatter(x: Tensor, sizes: Sequence[int], name: str) -> Tensor:
-    ranks = find_rank_group(name)
-    group = ranks.group
-    return communicate(
-        ranks, "a scatter", x, lambda limit: process_groups.scatter(x, sizes, group, limit)
-    )
+    return _send("a scatter", process_groups.scatter, x, sizes, name)
 
 
 def _exchange(x: Tensor, give: Sequence[int], take: Sequence[int], name: str) -> Tensor:
-    ranks = find_rank_group(name)
-    group = ranks.group
-    return communicate(
-        ranks,
-        "an exchange",
-        x,
-        lambda limit: process_groups.exchange(x, give, take, group, limit),
-        rows_differ=True,
-    )
+    call = process_groups.exchange
+    return _send("an exchange", call, x, give, take, name, rows_differ=True)
 
 
 def _find_extreme(x: Tensor, kind: str, sizes: Sequence[int], name: str) -> Tensor:
     """Return the extreme row of all ranks: gathered, since backends differ in what NaN gives."""
-    ranks = find_rank_group(name)
-    group = ranks.group
     find = torch.amax if kind == "max" else torch.amin
     own = find(x, 0, keepdim=True) if len(x) else x
     rows_of = [int(size > 0) for size in sizes]
 
-    def run(limit: float | None) -> Tensor:
+    def gather_and_find(_x: Tensor, group: Any, limit: float | None) -> Tensor:
         rows = process_groups.gather(own, rows_of, group, limit)
         return find(rows, 0) if len(rows) else x.new_zeros(x.shape[1:])
 
-    return communicate(ranks, f"a {kind}imum", x, run, rows_differ=True)
+    return _send(f"a {kind}imum", gather_and_find, x, name, rows_differ=True)
 
 
 def _begin(x: Tensor, what: str, name: str) -> Tensor:
@@ -85,11 +69,5 @@ _KERNELS = {
     "extreme": _find_extreme,
     "begin": _begin,
 }
-_registered: set[str] = set()
-
-
-def register() -> None:
-    """Give the operators their kernels, once in a process."""
-    for name in _KERNELS.keys() - _registered:
-        library.impl(f"ranks_{name}", _KERNELS[name], "CompositeExplicitAutograd")
-        _registered.add(name)
+for _name, _kernel in _KERNELS.items():
+    library.impl(f"ranks_{_name}", _kernel, "CompositeExplicitAutograd")
