@@ -253,14 +253,19 @@ def _make_no_components_error(call: TransformCall, path: str, leaf: torch.Tensor
     )
 
 
-def _make_sizes_error(
-    call: TransformCall, args: tuple, kwargs: dict, leaves: list, dims: list
-) -> ValueError:
-    rows = [
+def _describe_sizes(args: tuple, kwargs: dict, leaves: list, dims: list) -> list[tuple[str, ...]]:
+    """Return a row for each mapped leaf, with the size of its dim."""
+    return [
         (path, format_short(leaf), f"in_dims {d}", f"size {leaf.size(d)}")
         for path, leaf, d in zip(find_arg_paths(args, kwargs), leaves, dims, strict=True)
         if d is not None
     ]
+
+
+def _make_sizes_error(
+    call: TransformCall, args: tuple, kwargs: dict, leaves: list, dims: list
+) -> ValueError:
+    rows = _describe_sizes(args, kwargs, leaves, dims)
     return documented_error(ValueError, "axes-differ")(
         f"{call}: the mapped axes differ in size.\n{format_columns(rows)}\n"
         "All must have one size. To share an argument between examples, give it in_dims=None."
@@ -270,11 +275,7 @@ def _make_sizes_error(
 def _make_axis_size_error(
     call: TransformCall, args: tuple, kwargs: dict, leaves: list, dims: list, size: int
 ) -> ValueError:
-    rows = [
-        (path, format_short(leaf), f"in_dims {d}", f"size {leaf.size(d)}")
-        for path, leaf, d in zip(find_arg_paths(args, kwargs), leaves, dims, strict=True)
-        if d is not None
-    ]
+    rows = _describe_sizes(args, kwargs, leaves, dims)
     return documented_error(ValueError, "axis-size")(
         f"{call}: the mapped axes have another size than axis_size={size}.\n"
         f"{format_columns(rows)}\n"

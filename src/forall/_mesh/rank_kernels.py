@@ -19,10 +19,10 @@ Tensor = torch.Tensor
 
 def _send(what: str, call: Callable, x: Tensor, *rest: Any, rows_differ: bool = False) -> Tensor:
     """Return ``call`` of the arguments, of which the last names the group, once ranks agree."""
-    *rest, name = rest
+    *given, name = rest
     ranks = find_rank_group(name)
     return communicate(
-        ranks, what, x, lambda limit: call(x, *rest, ranks.group, limit), rows_differ=rows_differ
+        ranks, what, x, lambda limit: call(x, *given, ranks.group, limit), rows_differ=rows_differ
     )
 
 
