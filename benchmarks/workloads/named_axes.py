@@ -31,6 +31,24 @@ def named_axes_psum(device: torch.device) -> Contestants:
     return contest(transformed, lambda: xs - xs.sum(0), by_jax=by_jax)
 
 
+def _contest_gradients(of_one, of_all, w, xs, ys) -> Contestants:
+    """Compare the gradient of a mean over named examples with that of a loss of all examples."""
+
+    def transformed(api):
+        if api is forall:
+            mapped = api.vmap(of_one, in_dims=(None, 0, 0), axis_name="b")
+            gradient = api.grad(lambda w: mapped(w, xs, ys).mean())
+        else:
+            gradient = api.grad(of_all)
+        return lambda: gradient(w)
+
+    def handwritten():
+        leaf = w.detach().requires_grad_()
+        return torch.autograd.grad(of_all(leaf), leaf)[0]
+
+    return contest(transformed, handwritten)
+
+
 @workload(
     "named-axes-batch-norm",
     "gradient of a layer with batch norm by `pmean`, 256 examples of 64 numbers",
@@ -51,19 +69,7 @@ def named_axes_batch_norm(device: torch.device) -> Contestants:
     def of_all(w):
         return ((normalize(xs @ w, lambda h: h.mean(0)) - ys) ** 2).mean()
 
-    def transformed(api):
-        if api is forall:
-            mapped = api.vmap(of_one, in_dims=(None, 0, 0), axis_name="b")
-            gradient = api.grad(lambda w: mapped(w, xs, ys).mean())
-        else:
-            gradient = api.grad(of_all)
-        return lambda: gradient(w)
-
-    def handwritten():
-        leaf = w.detach().requires_grad_()
-        return torch.autograd.grad(of_all(leaf), leaf)[0]
-
-    return contest(transformed, handwritten)
+    return _contest_gradients(of_one, of_all, w, xs, ys)
 
 
 @workload(
@@ -84,16 +90,4 @@ def named_axes_contrastive(device: torch.device) -> Contestants:
     def of_all(w):
         return -((a @ w) @ (b @ w).T).log_softmax(1).diagonal().mean()
 
-    def transformed(api):
-        if api is forall:
-            mapped = api.vmap(of_one, in_dims=(None, 0, 0), axis_name="b")
-            gradient = api.grad(lambda w: mapped(w, a, b).mean())
-        else:
-            gradient = api.grad(of_all)
-        return lambda: gradient(w)
-
-    def handwritten():
-        leaf = w.detach().requires_grad_()
-        return torch.autograd.grad(of_all(leaf), leaf)[0]
-
-    return contest(transformed, handwritten)
+    return _contest_gradients(of_one, of_all, w, a, b)

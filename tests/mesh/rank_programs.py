@@ -22,7 +22,7 @@ from forall import (
     vmap,
 )
 from mesh.programs import EXAMPLES, PROGRAMS
-from mesh.test_laws_of_named_axes import INSIDE, named, weights
+from mesh.transforms import INSIDE, named, weights
 
 ALL = (len(EXAMPLES),)
 
