@@ -1,7 +1,10 @@
 """Functions that the ranks of a pool call, by name. The first argument is a mesh of one dim."""
 
+import contextlib
+import functools
 import time
 import traceback
+import warnings
 
 import torch
 from torch.utils._pytree import tree_map
@@ -21,6 +24,8 @@ from forall import (
     vjp,
     vmap,
 )
+from forall._auto_replay.replayed_calls import get_transform_calls as get_calls
+from forall._mesh import rank_kernels
 from mesh.programs import EXAMPLES, PROGRAMS
 from mesh.transforms import INSIDE, named, weights
 
@@ -332,3 +337,179 @@ def use_sizes(mesh):
     f = vmap(lambda: axis_index("b") * axis_size("b"), axis_name="b", axis_size=5, mesh=mesh)
     wrong = vmap(lambda x: x, axis_name="b", axis_size=9, mesh=mesh)
     return f(), _try(wrong, torch.ones(2))[0]
+
+
+# --- recorded calls -----------------------------------------------------------------------------
+
+WIDE = torch.linspace(-1, 2, 24).double().view(8, 3)
+W = torch.tensor([1.0, 2.0, 0.5]).double()
+
+
+def normalize(w, x):
+    """A function of one example with four messages, of which the last is one of a derivative."""
+    y = x * w
+    y = (y - pmean(y, "b")) / psum(y.square(), "b").sqrt()
+    return grad(lambda x: (pmean(x, "b").sin() * y).sum())(x) + y
+
+
+def _weigh_square(f):
+    return lambda w, xs: (f(w, xs).square() * W).sum()
+
+
+# From a call over ranks to a function that is recorded, or holds one that is.
+RECORDED = {
+    "jit": jit,
+    "jit around a derivative": lambda f: jit(
+        lambda w, xs: (grad(_weigh_square(f))(w, xs), f(w, xs))
+    ),
+    "replay": lambda f: f,
+    "replay of a derivative": lambda f: grad(_weigh_square(f)),
+    "replay of a push-forward": lambda f: vmap(
+        lambda i, w, xs: jvp(lambda w: f(w, xs), (w,), (i * W,))[1], (0, None, None)
+    ),
+}
+
+
+@contextlib.contextmanager
+def settings(**options):
+    """Set `forall.config` within the context."""
+    before = {name: getattr(forall.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            setattr(forall.config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(forall.config, name, value)
+
+
+def record_call(how, **options):
+    """Return a function that makes a call, and one that counts those that were replayed."""
+    f = RECORDED[how](vmap(normalize, (None, 0), axis_name="b", **options))
+    call = functools.partial(f, torch.arange(2.0)) if "push-forward" in how else f
+    count = _count_jitted if how.startswith("jit") else _count_replayed
+    return call, lambda: count(f)
+
+
+def _count_jitted(f):
+    return f.cache_info().hits
+
+
+def _count_replayed(f):
+    return get_calls(f).hits
+
+
+def give(i):
+    """Return the arguments of a call number ``i``, of all examples."""
+    return W + i % 3, WIDE.roll(i, 0)
+
+
+def call_recorded(mesh, how, sizes, times, eager_ranks, replay=True):
+    """Return the results of some calls on this rank's examples, and how many were replayed.
+
+    In every fourth call the ranks have each other's sizes.
+    """
+    rank, found = mesh.get_local_rank(), []
+    with settings(replay=replay if rank not in eager_ranks else False, patience=0.0):
+        call, count = record_call(how, mesh=mesh)
+        if rank in eager_ranks and how.startswith("jit"):
+            call = call.__wrapped__
+        for i in range(times):
+            w, xs = give(i)
+            now = sizes if i % 4 != 3 else sizes[::-1]
+            found.append(call(w, take_share(xs, now, rank)))
+    return found, count()
+
+
+def ask_of_data(mesh, sizes, how):
+    """Return results of a function that asks a question of its rank's examples, and the hits."""
+    rank, found = mesh.get_local_rank(), []
+
+    def shrink(x):
+        total = psum(x, "b")
+        if x > 10:  # true in the fourth call on rank 0 alone
+            x = x / 2
+        return x + psum(total * x, "b")
+
+    f = vmap(shrink, axis_name="b", mesh=mesh)
+    f = jit(f) if how == "jit" else f
+    with settings(patience=0.0):
+        for i in range(8):
+            xs = take_share(torch.arange(8.0), sizes, rank)
+            found.append(f(xs + (20 if i == 3 and not rank else 0)))
+    return found
+
+
+def fail_in_a_program(mesh, how):
+    """Fail on the last rank within a recorded call; return the error, and the next result."""
+    f = vmap(lambda i, x: psum(x[i] * psum(x, "b").sum(), "b"), axis_name="b", mesh=mesh)
+    f, count = (jit(f), _count_jitted) if how == "jit" else (f, _count_replayed)
+    xs, at = torch.ones(2, 3), torch.tensor([0, 1])
+    with settings(patience=0.0):
+        for _ in range(6):
+            f(at, xs)
+        hits = count(f)
+        error = _try(f, at + (7 if _is_last(mesh) else 0), xs)
+        return error, f(at, xs), hits
+
+
+def interrupt_a_program(mesh):
+    """Interrupt the last rank while a recorded call comes to a message; return the error."""
+    f = jit(vmap(lambda x: psum(x.sin(), "b").cos(), axis_name="b", mesh=mesh))
+    xs, communicate = torch.arange(2.0), rank_kernels.communicate
+    want = [f(xs) for _ in range(4)][-1]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    error, seconds = None, 0.0
+    try:
+        if _is_last(mesh):
+            rank_kernels.communicate = interrupt
+        error, seconds = _try(f, xs)
+    except KeyboardInterrupt:
+        error = ("KeyboardInterrupt", "", None)
+    finally:
+        rank_kernels.communicate = communicate
+    return error, seconds, f(xs) - want, f.cache_info().hits
+
+
+def pull_back_outside(mesh, sizes):
+    """Return gradients from outside of a jitted call, which is not recorded then, and the kinds."""
+    rank = mesh.get_local_rank()
+    f, found = jit(vmap(normalize, (None, 0), axis_name="b", mesh=mesh)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(4):
+            w, xs = give(i)
+            w.requires_grad_()
+            (f(w, take_share(xs, sizes, rank)).square() * W).sum().backward()
+            found.append(w.grad)
+    return found, [kind.why for kind in f.kinds()]
+
+
+def draw_recorded(mesh, sizes):
+    """Return draws of a jitted call with a key, and how many calls were replayed."""
+    f = vmap(
+        lambda x: x + torch.rand(2) + psum(torch.randn(()), "b"),
+        randomness=forall.random.key(3),
+        axis_name="b",
+        mesh=mesh,
+    )
+    f = jit(f)
+    xs = take_share(torch.zeros(8, 2), sizes, mesh.get_local_rank())
+    return [f(xs) for _ in range(4)], f.cache_info().hits
+
+
+def call_from_two_lines(mesh):
+    """Call a jitted derivative from another line on each rank, after it was recorded on one."""
+    f = vmap(lambda w, x: psum(w * x, "b"), (None, 0), axis_name="b", mesh=mesh)
+    g = jit(grad(lambda w, xs: f(w, xs).sum()))
+    xs, w = torch.arange(2.0), torch.tensor(3.0)
+    found = [g(w, xs) for _ in range(3)]
+    if _is_last(mesh):
+        g.cache_clear()
+        found.append(g(w, xs))
+    else:
+        found.append(g(w, xs))
+    return found

@@ -103,6 +103,19 @@ def test_a_thread_that_makes_a_call_beside_another(mesh):
     assert vmap(first, axis_name="b", mesh=mesh)(X)[0, 0] == 2
 
 
+def test_a_derivative_over_a_group_that_was_destroyed():
+    from forall._mesh.rank_group import find_rank_group
+
+    with refused(
+        RuntimeError,
+        """
+        The process group of this call was destroyed, and another has taken its name.
+        Make the call again, over a mesh of the present group.
+        """,
+    ):
+        find_rank_group("0/of a group that was")
+
+
 def test_a_run_that_sends_something_else_when_it_is_made_again(mesh):
     log = _Growing()
 

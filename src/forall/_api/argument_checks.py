@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from forall._api.chunk_size import Chunks
 from forall._compat import pytree
+from forall._compat.device_mesh import is_mesh_class
 from forall._compat.dispatch_state import functions_off
 from forall._compat.documented_error import documented_error
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
@@ -101,7 +102,7 @@ def check_axis(verb: str, name: Any, size: Any) -> None:
 
 
 def check_mesh(verb: str, mesh: Any, randomness: Any) -> None:
-    if type(mesh).__name__ != "DeviceMesh":
+    if not is_mesh_class(type(mesh)):
         raise documented_error(TypeError, "mesh")(
             f"{verb}: mesh must be a torch.distributed DeviceMesh.\n"
             f"{format_columns([('mesh', format_short(mesh), type_name_of(mesh))])}\n"

@@ -216,10 +216,10 @@ class VmapSpec(NamedTuple):
             return self._hand_over(call, args, kwargs)
         if self.mesh is None:
             return self._run_here(call, options, None, args, kwargs)
-        from forall._mesh.rank_call import RankCall  # imports torch.distributed
+        from forall._mesh.rank_call import run_rank_call  # imports torch.distributed
 
-        with RankCall(self.mesh, call) as running:
-            return self._run_here(call, options, running, args, kwargs)
+        run = self._run_here
+        return run_rank_call(self.mesh, call, lambda r: run(call, options, r, args, kwargs))
 
     def _hand_over(self, call: TransformCall, args: tuple, kwargs: dict) -> Any:
         """Let torch.func make the call, under whose transforms or compiler it is made."""

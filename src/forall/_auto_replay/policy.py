@@ -24,7 +24,7 @@ from forall._compat.documented_error import documented_error
 from forall._compat.native_guards import get_dict_version
 from forall._compat.private_api import has_global_hooks
 from forall._compat.transform_call import call_transform
-from forall._core import config
+from forall._core import communication_log, config
 from forall._core.errors import CollectiveError
 from forall._jit.cache.call_cache import MOST_ENTRIES, CallCache
 from forall._jit.cache.call_key import is_free, read_torch_state
@@ -333,7 +333,7 @@ class AutoReplayCache(CallCache):
         except Exception:
             if not guards.hold() or before.has_outside_writes():
                 raise
-            before.rewind_generators()
+            before.rewind()
             return None
 
     def take_one_step(self, unfinished: _UnfinishedReplay, call: CallInfo) -> Any:
@@ -380,6 +380,14 @@ class AutoReplayCache(CallCache):
     def replay_entry(
         self, entry: CacheEntry, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
     ) -> Any:
+        if entry.traits.communicates:
+            return call_transform(self._replay_or_run, entry, tensors, instead)
+        return self._replay_or_run(entry, tensors, instead)
+
+    def _replay_or_run(
+        self, entry: CacheEntry, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
+    ) -> Any:
+        messages = communication_log.get_position() if entry.traits.communicates else 0
         result, drawn = entry.try_replay(tensors)
         if result is MISSED:
             return instead()
@@ -387,6 +395,7 @@ class AutoReplayCache(CallCache):
         if config.now.replay == "check":
             if drawn is not None:
                 rng_state.restore_states(drawn)
+            communication_log.rewind_log(messages)
             _check_replay(result, instead(), entry, tensors)
         return result
 
@@ -441,7 +450,7 @@ class _UnfinishedReplay(UnfinishedEntry):
 
 
 def _check_first_replay(recorded: CacheEntry, tensors: Sequence[torch.Tensor], result: Any) -> None:
-    if not recorded.traits.draws:
+    if not (recorded.traits.draws or recorded.traits.communicates):
         _check_replay(recorded(tensors), result, recorded, tensors)
 
 

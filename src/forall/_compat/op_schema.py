@@ -34,6 +34,7 @@ class OperatorFacts(NamedTuple):
     foreign: bool  # a library's; forward mode ignores it, and its tangents come out as zeros
     is_collective: bool  # torch.distributed's: all processes of a group take part in one call
     communicates: bool  # as that, or an operator of ours between the ranks of a mesh
+    has_effect: bool  # each call of it counts: it draws, or communicates
 
 
 _TORCHS = ("aten", "prims", "prim", "forall")
@@ -77,6 +78,7 @@ def get_facts(func: Any) -> OperatorFacts:
     )
     names = tuple(a.name for a in schema.arguments)
     tags = func.tags
+    communicates = func.namespace in _COLLECTIVES or str(func).startswith(_BETWEEN_RANKS)
     name = func.overloadpacket.__name__
     unsaid = func.namespace == "aten" and name in _STATISTICS
     asked = _STATISTICS[name] if unsaid else None
@@ -100,7 +102,8 @@ def get_facts(func: Any) -> OperatorFacts:
         ),
         foreign=func.namespace not in _TORCHS and not mutates,
         is_collective=func.namespace in _COLLECTIVES,
-        communicates=func.namespace in _COLLECTIVES or str(func).startswith(_BETWEEN_RANKS),
+        communicates=communicates,
+        has_effect=communicates or torch.Tag.nondeterministic_seeded in tags,
     )
 
 

@@ -59,6 +59,14 @@ def find_users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS)
     return frame
 
 
+def find_users_line_within(code: CodeType) -> SourceLine | None:
+    """Return the innermost line that is the user's, if it runs within a call of this function."""
+    frame = line = find_users_frame(sys._getframe(1))
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else SourceLine(line.f_code.co_filename, line.f_lineno)
+
+
 def find_users_instruction() -> tuple[CodeType, int]:
     """Return the innermost instruction that is the user's. Finding its line would take longer."""
     frame = find_users_frame(sys._getframe(1))

@@ -17,22 +17,30 @@ if TYPE_CHECKING:
 
 
 class LogEntry(NamedTuple):
-    """One message: its description, a hash of what was sent, and the result."""
+    """One message: its description, a hash of what was sent if it is known, and the result.
+
+    A recorded program sends what the function does up to rounding, so it leaves no hash.
+    """
 
     what: str
-    sent: int
+    sent: int | None
     result: torch.Tensor
 
 
 class CommunicationLog:
-    """The messages of one outermost call, and how many of them the present run has come to."""
+    """The messages of one outermost call, and how many of them the present run has come to.
 
-    __slots__ = ("call", "entries", "position")
+    ``is_replay`` is True while a recorded program runs. It ``keeps_messages`` if the function may
+    run after it, since the program may fail.
+    """
+
+    __slots__ = ("call", "entries", "is_replay", "keeps_messages", "position")
 
     def __init__(self, call: Any) -> None:
         self.call = call
         self.entries: list[LogEntry] = []
         self.position = 0
+        self.is_replay, self.keeps_messages = False, True
 
     def read_next(self) -> LogEntry | None:
         """Return the entry that the run comes to, and go past it; None at the end of the log."""

@@ -103,9 +103,9 @@ class OpNode:
         return found
 
     @property
-    def is_seeded(self) -> bool:
-        """True if the operator draws random numbers."""
-        return get_facts(self.op).seeded
+    def has_effect(self) -> bool:
+        """True if the operator draws random numbers, or communicates."""
+        return get_facts(self.op).has_effect
 
     def run(self, env: dict[int, Any]) -> None:
         """Run the operator on the values in ``env``, and enter its results there."""
@@ -132,7 +132,7 @@ class FusedNode(OpNode):
         return self.written
 
     @property
-    def is_seeded(self) -> bool:
+    def has_effect(self) -> bool:
         return False
 
 
@@ -172,7 +172,7 @@ class Graph:
             used = not needed.isdisjoint(node.makes())
             used = used or any(roots[n] in read for n in node.writes())
             called = node.outs is None or self.may_raise(node)  # for its error
-            if used or called or node.is_seeded:
+            if used or called or node.has_effect:
                 nodes.append(node)
                 needed.update(node.reads())
                 read.update(roots[n] for n in node.reads())

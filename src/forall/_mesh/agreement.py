@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,52 +25,39 @@ from forall._compat import process_groups
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.documented_error import documented_error
 from forall._core import communication_log, config
-from forall._core.call_site import OURS, TORCH, find_users_line
+from forall._core.call_site import OURS, TORCH
 from forall._core.communication_log import LogEntry
 from forall._core.errors import RankError, format_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from forall._core.errors import TransformCall
     from forall._mesh.rank_group import RankGroup
 
 _GOES_ON, _FAILED = 0, 1
-END = "the end"
 _SECONDS_OF_ROLL_CALL = 1.0
 
 
 def communicate(
     group: RankGroup,
-    kind: str,
+    what: str,
     x: torch.Tensor,
     run: Callable[[float | None], torch.Tensor],
-    *,
-    rows_differ: bool = False,
 ) -> torch.Tensor:
-    """Return ``run(limit)``, a message of all ranks, once all of them have come to it.
-
-    With ``rows_differ`` the ranks may have unlike numbers of rows.
-    """
-    sizes = ["_", *x.shape[1:]] if rows_differ else x.shape
-    shape = ", ".join(map(str, sizes))
-    dtype = str(x.dtype).removeprefix("torch.")
-    line = find_users_line()
-    file = Path(line.file).name  # ranks may have their files in unlike folders
-    what = f"{kind} of {dtype}[{shape}] at {file}:{line.line}"
+    """Return ``run(limit)``, a message ``what`` of all ranks, once all of them have come to it."""
     log = communication_log.get_log()
     entry = None if log is None else log.read_next()
-    sent = 0 if log is None else _hash_values(x)
+    sent = None if log is None or log.is_replay else _hash_values(x)
     if entry is not None:
         _check_same_message(entry, what, sent)
         return entry.result.clone()
     if config.now.agree == "each":
-        _agree(group, what, None)
+        _agree(group, what)
     try:
         result = run(config.now.rank_timeout)
     except RuntimeError as error:
         raise _make_lost_error(group, what, error) from error
-    if log is not None:
+    if log is not None and log.keeps_messages:
         log.add(LogEntry(what, sent, result))
         return result.clone()
     return result
@@ -85,7 +71,7 @@ def connect(group: RankGroup, what: str) -> None:
         raise _make_lost_error(group, what, error) from error
 
 
-def agree_once(group: RankGroup, what: str, call: TransformCall | None, size: int = 0) -> list[int]:
+def agree_once(group: RankGroup, what: str, call: str = "", size: int = 0) -> list[int]:
     """Return ``size`` of each rank, once all are at this place; a run made again reads the log."""
     log = communication_log.get_log()
     entry = None if log is None else log.read_next()
@@ -99,8 +85,9 @@ def agree_once(group: RankGroup, what: str, call: TransformCall | None, size: in
     return sizes
 
 
-def _check_same_message(entry: LogEntry, what: str, sent: int) -> None:
-    if entry.what != what or entry.sent != sent:
+def _check_same_message(entry: LogEntry, what: str, sent: int | None) -> None:
+    is_known = entry.sent is not None and sent is not None
+    if entry.what != what or (is_known and entry.sent != sent):
         same = " with other values" if entry.what == what else ""
         raise documented_error(RankError, "ranks-differ")(
             "A part of a function ran once more, and sent another message than before.\n"
@@ -117,7 +104,7 @@ def _hash_values(x: torch.Tensor) -> int:
         return int(torch.hash_tensor(integers).view(torch.int64))
 
 
-def _agree(group: RankGroup, what: str, call: TransformCall | None, size: int = 0) -> list[int]:
+def _agree(group: RankGroup, what: str, call: str = "", size: int = 0) -> list[int]:
     """Return ``size`` of each rank, once all ranks are seen to be at this place."""
     header = (_GOES_ON, group.calls, group.position, zlib.crc32(what.encode()))
     group.position += 1
@@ -187,7 +174,7 @@ def _plain_tensors() -> Iterator[None]:
 
 
 def _make_rank_error(
-    group: RankGroup, rows: list[list[int]], texts: list[str], call: Any
+    group: RankGroup, rows: list[list[int]], texts: list[str], call: str
 ) -> RankError:
     """Return the error that all ranks raise."""
     failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
@@ -195,7 +182,7 @@ def _make_rank_error(
         f"    rank {rank}   {'failed: ' if rank in failed else 'came to '}{text}"
         for rank, text in enumerate(texts)
     ]
-    prefix = "" if call is None else f"{call}: "
+    prefix = f"{call}: " if call else ""
     told = "\n".join(lines)
     first = failed[0] if failed else None
     if failed:

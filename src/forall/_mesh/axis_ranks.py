@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forall._core import rank_ops as ops
+from forall._mesh.message_place import find_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,31 +31,35 @@ class AxisRanks:
         self.start = sum(sizes[: group.rank])  # the number of this rank's first example
         self.local = sizes[group.rank]
 
+    def _where(self) -> tuple[str, str]:
+        """Return what a message is named by: the group, and the place of the user's code."""
+        return self.group.handle, find_place()
+
     def psum(self, stack: Tensor) -> Tensor:
-        return ops.SUM(stack.sum(0), self.group.id)
+        return ops.SUM(stack.sum(0), *self._where())
 
     def pmean(self, stack: Tensor) -> Tensor:
-        return ops.SUM(stack.sum(0), self.group.id) / self.total
+        return ops.SUM(stack.sum(0), *self._where()) / self.total
 
     def pmax(self, stack: Tensor) -> Tensor:
-        return ops.EXTREME(stack, "max", self.sizes, self.group.id)
+        return ops.EXTREME(stack, "max", self.sizes, *self._where())
 
     def pmin(self, stack: Tensor) -> Tensor:
-        return ops.EXTREME(stack, "min", self.sizes, self.group.id)
+        return ops.EXTREME(stack, "min", self.sizes, *self._where())
 
     def all_gather(self, stack: Tensor) -> Tensor:
-        return ops.GATHER(stack, self.sizes, self.group.id)
+        return ops.GATHER(stack, self.sizes, *self._where())
 
     def psum_scatter(self, stack: Tensor) -> Tensor:
         """(n, N, *S) -> (n, *S)."""
-        return ops.SCATTER(stack.sum(0), self.sizes, self.group.id)
+        return ops.SCATTER(stack.sum(0), self.sizes, *self._where())
 
     def all_to_all(self, stack: Tensor) -> Tensor:
         """(n, N, *S) -> (n, N, *S): row i, entry j is row j, entry i of all ranks' rows."""
         n, sizes, inner = self.local, self.sizes, stack.shape[2:]
         counts = [n * size for size in sizes]
         rows = stack.transpose(0, 1).reshape(-1, *inner)  # by the example that they are for
-        found = ops.EXCHANGE(rows, counts, counts, self.group.id).split(counts)
+        found = ops.EXCHANGE(rows, counts, counts, *self._where()).split(counts)
         blocks = [f.reshape(n, size, *inner) for f, size in zip(found, sizes, strict=True)]
         return torch.cat(blocks, 1)
 
@@ -69,7 +74,7 @@ class AxisRanks:
         take = [sum(rank_of[s] == rank for s, _ in taken) for rank in range(self.group.size)]
         rows = _select(stack, [s - self.start for s, _ in given])
         if any(rank_of[s] != rank_of[t] for s, t in pairs):
-            rows = ops.EXCHANGE(rows, give, take, self.group.id)
+            rows = ops.EXCHANGE(rows, give, take, *self._where())
         else:  # all stay on their ranks
             rows = _select(rows, [given.index(p) for p in taken])
         by_target = {t - self.start: i for i, (_, t) in enumerate(taken)}

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._compat import pytree
 from forall._compat.documented_error import documented_error
+from forall._compat.private_api import count_dispatch_modes
 from forall._core import communication_log, config, rank_ops
 from forall._core.errors import RankError, format_columns
-from forall._core.levels import stack
+from forall._core.levels import run_outside_all, stack
 from forall._mesh import rank_kernels  # noqa: F401 - the kernels are registered by it
-from forall._mesh.agreement import END, agree_once, connect, tell_failure
+from forall._mesh.agreement import connect, tell_failure
 from forall._mesh.axis_ranks import AxisRanks, split_evenly
+from forall._mesh.message_place import run_placed
 from forall._mesh.rank_group import get_rank_group
 
 if TYPE_CHECKING:
-    from typing import Self
+    from collections.abc import Callable
+    from typing import Self, TypeVar
 
     from torch.distributed.device_mesh import DeviceMesh
 
     from forall._core.errors import TransformCall
+
+    R = TypeVar("R")
+
+
+def run_rank_call(mesh: DeviceMesh, call: TransformCall, run: Callable[[RankCall], R]) -> R:
+    """Return ``run`` of the call, which all ranks of a mesh make."""
+    with RankCall(mesh, call) as running:
+        return run_placed(run, running)
 
 
 class RankCall:
@@ -35,22 +45,12 @@ class RankCall:
         self.group = get_rank_group(mesh)
         self.call = call
         self.is_inside = False
+        self.size: Any = None  # of this rank's examples, a tensor
 
     def __enter__(self) -> Self:
-        group, thread = self.group, threading.get_ident()
-        if group.thread not in (None, thread):
-            raise documented_error(RuntimeError, "mesh")(
-                f"{self.call}: another thread makes a call over axis {group.axis!r} of this mesh.\n"
-                "Ranks would take the messages of one for those of the other. Make one call after "
-                "the other, or give each thread a mesh of its own."
-            )
-        if group.control is None:
-            connect(group, f"the start of {self.call}")
-        self.is_inside = group.thread is not None
-        group.thread = thread
-        if not self.is_inside and not communication_log.is_reading():
-            group.calls += 1
-            group.position = 0
+        if self.group.control is None:
+            connect(self.group, f"the start of {self.call}")
+        self.is_inside = self.group.enter(str(self.call))
         return self
 
     def find_local_size(
@@ -64,8 +64,11 @@ class RankCall:
 
     def begin(self, size: int, axis_size: int | None) -> AxisRanks:
         """Tell the other ranks of this rank's examples, and learn of theirs."""
-        mine = torch.tensor([size], device="cpu")
-        sizes = rank_ops.BEGIN(mine, f"the start of {self.call}", self.group.id).tolist()
+        where = self.group.handle, str(self.call)
+        with run_outside_all():
+            self.size = torch.tensor([size], device="cpu")
+            # A recorded program expects the same sizes, so the recorder need not see the answer.
+            sizes = rank_ops.BEGIN(self.size, not self.is_inside, *where, []).tolist()
         ranks = AxisRanks(self.group, sizes)
         if axis_size not in (None, ranks.total):
             rows = [("axis_size", str(axis_size)), ("on the ranks", " + ".join(map(str, sizes)))]
@@ -77,16 +80,19 @@ class RankCall:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
-            if self.is_inside or config.now.agree == "never" or _is_signal(error):
+            if self.is_inside or _is_signal(error):
                 return
             if error is None:
-                agree_once(self.group, END, self.call)
-            elif not (isinstance(error, RankError) and self.group.id in error.told):
+                with run_outside_all():
+                    rank_ops.END(self.size, self.group.handle, str(self.call))
+            elif config.now.agree != "never" and not (
+                isinstance(error, RankError) and self.group.id in error.told
+            ):
                 tell_failure(self.group, error)
         finally:
             if not self.is_inside:
-                self.group.thread = None
-            if stack.top is None:
+                self.group.leave()
+            if stack.top is None and not count_dispatch_modes():  # a recorder may run it once more
                 communication_log.drop_log()
 
 

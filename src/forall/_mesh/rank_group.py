@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from forall._compat import process_groups
+from forall._compat.documented_error import documented_error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -15,35 +19,64 @@ if TYPE_CHECKING:
 class RankGroup:
     """The ranks of a process group, of which this process is one.
 
-    ``control`` is another group of the same ranks, by which they agree on what comes next. Its
-    messages need no device, and are never taken for messages of the data. ``calls`` counts the
-    calls over this group, and ``position`` the agreements of the present one.
+    ``handle`` names it among all that this process has had: the operators between ranks have it,
+    and keys of recorded calls. ``control`` is another group of the same ranks, by which they agree
+    on what comes next. Its messages need no device, and are never taken for messages of the data.
+    ``calls`` counts the calls over this group, and ``position`` the agreements of the present one.
     """
 
     def __init__(self, group: ProcessGroup, axis: str) -> None:
         self.group = group
         self.axis = axis
-        self.id = group.group_name
+        self.id = group.group_name  # the same on all ranks
+        self.handle = f"{self.id}/{next(_count)}"
         self.rank = process_groups.get_rank(group)
         self.size = group.size()
         self.control: Any = None  # made with the first call
         self.calls = 0
         self.position = 0
         self.thread: int | None = None  # that makes a call over this group
+        self.is_open = False  # True between the start and the end of an outermost call
+
+    def enter(self, call: str) -> bool:
+        """Begin a call in this thread; return True if it is inside another over this group."""
+        thread = threading.get_ident()
+        if self.thread not in (None, thread):
+            raise documented_error(RuntimeError, "mesh")(
+                f"{call}: another thread makes a call over axis {self.axis!r} of this mesh.\n"
+                "Ranks would take the messages of one for those of the other. Make one call after "
+                "the other, or give each thread a mesh of its own."
+            )
+        is_inside = self.thread is not None
+        self.thread = thread
+        return is_inside
+
+    def leave(self) -> None:
+        """End an outermost call."""
+        self.thread, self.is_open = None, False
 
 
 def get_rank_group(mesh: DeviceMesh) -> RankGroup:
     """Return the ranks of a mesh of one dim. All of them have to call this."""
     group, names = mesh.get_group(), mesh.mesh_dim_names
-    known = _known.get(group.group_name)
+    known = _by_name.get(group.group_name)
     if known is None or known.group is not group:
-        known = _known[group.group_name] = RankGroup(group, names[0] if names else "mesh")
+        known = RankGroup(group, names[0] if names else "mesh")
+        _by_name[known.id] = _by_handle[known.handle] = known
     return known
 
 
-def find_rank_group(name: str) -> RankGroup:
-    """Return the ranks by the name that torch has for their process group."""
-    return _known[name]
+def find_rank_group(handle: str) -> RankGroup:
+    """Return the ranks with this handle."""
+    known = _by_handle.get(handle)
+    if known is None:
+        raise documented_error(RuntimeError, "mesh")(
+            "The process group of this call was destroyed, and another has taken its name.\n"
+            "Make the call again, over a mesh of the present group."
+        )
+    return known
 
 
-_known: dict[str, RankGroup] = {}
+_count = itertools.count()
+_by_name: dict[str, RankGroup] = {}  # after a restart of torch.distributed names are used again
+_by_handle: WeakValueDictionary[str, RankGroup] = WeakValueDictionary()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import process_groups
-from forall._core.rank_ops import library
+from forall._core import communication_log, config
+from forall._core.rank_ops import OtherSizesError, library
 from forall._mesh.agreement import agree_once, communicate
 from forall._mesh.rank_group import find_rank_group
 
@@ -17,33 +18,37 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-def _send(what: str, call: Callable, x: Tensor, *rest: Any, rows_differ: bool = False) -> Tensor:
-    """Return ``call`` of the arguments, of which the last names the group, once ranks agree."""
-    *given, name = rest
-    ranks = find_rank_group(name)
-    return communicate(
-        ranks, what, x, lambda limit: call(x, *given, ranks.group, limit), rows_differ=rows_differ
-    )
+def _send(kind: str, call: Callable, x: Tensor, *rest: Any, rows_differ: bool = False) -> Tensor:
+    """Return ``call`` of the arguments, of which the last two name the group and the place.
+
+    With ``rows_differ`` the ranks may have unlike numbers of rows.
+    """
+    *given, handle, place = rest
+    ranks = find_rank_group(handle)
+    shape = ", ".join(map(str, ["_", *x.shape[1:]] if rows_differ else x.shape))
+    what = f"{kind} of {str(x.dtype).removeprefix('torch.')}[{shape}]"
+    what = f"{what} at {place}" if place else f"{what} for a derivative"
+    return communicate(ranks, what, x, lambda limit: call(x, *given, ranks.group, limit))
 
 
-def _sum(x: Tensor, name: str) -> Tensor:
-    return _send("a sum", process_groups.reduce, x, "sum", name)
+def _sum(x: Tensor, *where: str) -> Tensor:
+    return _send("a sum", process_groups.reduce, x, "sum", *where)
 
 
-def _gather(x: Tensor, sizes: Sequence[int], name: str) -> Tensor:
-    return _send("a gather", process_groups.gather, x, sizes, name, rows_differ=True)
+def _gather(x: Tensor, sizes: Sequence[int], *where: str) -> Tensor:
+    return _send("a gather", process_groups.gather, x, sizes, *where, rows_differ=True)
 
 
-def _scatter(x: Tensor, sizes: Sequence[int], name: str) -> Tensor:
-    return _send("a scatter", process_groups.scatter, x, sizes, name)
+def _scatter(x: Tensor, sizes: Sequence[int], *where: str) -> Tensor:
+    return _send("a scatter", process_groups.scatter, x, sizes, *where)
 
 
-def _exchange(x: Tensor, give: Sequence[int], take: Sequence[int], name: str) -> Tensor:
+def _exchange(x: Tensor, give: Sequence[int], take: Sequence[int], *where: str) -> Tensor:
     call = process_groups.exchange
-    return _send("an exchange", call, x, give, take, name, rows_differ=True)
+    return _send("an exchange", call, x, give, take, *where, rows_differ=True)
 
 
-def _find_extreme(x: Tensor, kind: str, sizes: Sequence[int], name: str) -> Tensor:
+def _find_extreme(x: Tensor, kind: str, sizes: Sequence[int], *where: str) -> Tensor:
     """Return the extreme row of all ranks: gathered, since backends differ in what NaN gives."""
     find = torch.amax if kind == "max" else torch.amin
     own = find(x, 0, keepdim=True) if len(x) else x
@@ -53,12 +58,26 @@ def _find_extreme(x: Tensor, kind: str, sizes: Sequence[int], name: str) -> Tens
         rows = process_groups.gather(own, rows_of, group, limit)
         return find(rows, 0) if len(rows) else x.new_zeros(x.shape[1:])
 
-    return _send(f"a {kind}imum", gather_and_find, x, name, rows_differ=True)
+    return _send(f"a {kind}imum", gather_and_find, x, *where, rows_differ=True)
 
 
-def _begin(x: Tensor, what: str, name: str) -> Tensor:
-    ranks = find_rank_group(name)
-    return torch.tensor(agree_once(ranks, what, None, int(x)), device="cpu")
+def _begin(x: Tensor, outermost: bool, handle: str, call: str, expected: Sequence[int]) -> Tensor:
+    ranks = find_rank_group(handle)
+    if outermost and not communication_log.is_reading():
+        ranks.calls += 1
+        ranks.position = 0
+    sizes = agree_once(ranks, f"the start of {call}", size=int(x))
+    ranks.is_open = ranks.is_open or outermost
+    if expected and sizes != [*expected]:
+        raise OtherSizesError
+    return torch.tensor(sizes, device="cpu")
+
+
+def _end(x: Tensor, handle: str, call: str) -> None:
+    ranks = find_rank_group(handle)
+    if config.now.agree != "never":
+        agree_once(ranks, "the end", call)
+    ranks.is_open = False
 
 
 _KERNELS = {
@@ -68,6 +87,7 @@ _KERNELS = {
     "exchange": _exchange,
     "extreme": _find_extreme,
     "begin": _begin,
+    "end": _end,
 }
 for _name, _kernel in _KERNELS.items():
     library.impl(f"ranks_{_name}", _kernel, "CompositeExplicitAutograd")

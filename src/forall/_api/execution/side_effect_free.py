@@ -100,6 +100,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # Keywords of torch's functions that write, draw, or keep something.
 _NAMES_OF_KEYWORDS = """
     out inplace generator dropout_p training running_mean running_var max_norm randomness report
+    mesh
 """
 
 _ERRORS = {n for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, Exception)}

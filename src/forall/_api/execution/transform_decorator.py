@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 from forall._api import dynamo_call
 from forall._api.chunk_size import Chunks
 from forall._compat import functorch_interop, profiler
+from forall._compat.device_mesh import is_mesh_class
 from forall._compat.trace_modes import is_pre_dispatch_tracing
 from forall._compat.transform_call import call_transform
 from forall._core import config
@@ -217,6 +218,10 @@ def _make_value_key(value: Any) -> Any:
         return kind.__name__, value  # 1 and True are not the same
     if kind is Chunks:
         return kind.__name__, *[_make_value_key(getattr(value, f.name)) for f in fields(Chunks)]
+    if is_mesh_class(kind):
+        from forall._mesh.rank_group import get_rank_group  # imports torch.distributed
+
+        return kind.__name__, get_rank_group(value).handle
     raise TypeError
 
 

@@ -81,7 +81,7 @@ def _make_choice_key(program: Program, node: OpNode) -> Any:
 
 def _choose_function(program: Program, node: OpNode) -> Callable:
     for func in (
-        () if get_facts(node.op).seeded else _list_candidates(node)
+        () if get_facts(node.op).has_effect else _list_candidates(node)
     ):  # a random one would draw
         if _dispatches_to_operator(program, node, func, node.args, node.kwargs):
             return func

@@ -99,7 +99,7 @@ def _can_compile(program: Program, asserted: Collection[int], node: OpNode) -> b
         return False  # a compiler leaves out its error; on a GPU there is no Python error to lose
     if get_facts(node.op).dynamic and any(n in asserted for n in node.makes()):
         return False  # the shape of the result depends on the data
-    return not get_facts(node.op).seeded and _is_plain_argument((node.args, node.kwargs))
+    return not get_facts(node.op).has_effect and _is_plain_argument((node.args, node.kwargs))
 
 
 def _is_plain_argument(a: Any) -> bool:

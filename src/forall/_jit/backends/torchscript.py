@@ -58,7 +58,7 @@ def _can_interpret(graph: Subgraph) -> bool:
     roots = [v.root for v in program.values]
     outside = {roots[n] for n in given}
     return not any(
-        get_facts(node.op).seeded or any(roots[n] in outside for n in node.writes())
+        get_facts(node.op).has_effect or any(roots[n] in outside for n in node.writes())
         for node in nodes
     )
 

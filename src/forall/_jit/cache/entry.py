@@ -11,6 +11,8 @@ import torch
 from forall._compat import pytree, rng_state
 from forall._compat.op_schema import get_facts
 from forall._compat.storage import get_storage_id, has_memory
+from forall._core import rank_ops
+from forall._core.errors import CollectiveError
 from forall._jit.backends.python_source import compile_python
 from forall._jit.cache.call_key import FREE_TESTS, make_fast_tests
 from forall._jit.graph import Subgraph
@@ -58,15 +60,18 @@ class ProgramTraits(NamedTuple):
     may_fail: bool  # where an operator fails for a call's data, the function raises its own error
     draws: bool
     writes_outside: bool
+    communicates: bool  # with the other ranks of a mesh
 
     @classmethod
     def read_program(cls, program: Program) -> ProgramTraits:
         roots = [v.root for v in program.values]
         writes = not program.find_written_roots().isdisjoint(roots[n] for n in program.given_values)
         asks = any(node.op in ASSERT_OPS for node in program.nodes)
-        may_fail = asks or (not writes and any(map(program.may_raise, program.nodes)))
+        computes = (node for node in program.nodes if not get_facts(node.op).communicates)
+        may_fail = asks or (not writes and any(map(program.may_raise, computes)))
         draws = any(get_facts(node.op).seeded for node in program.nodes)
-        return cls(asks, may_fail, draws, writes)
+        communicates = any(get_facts(node.op).communicates for node in program.nodes)
+        return cls(asks, may_fail, draws, writes, communicates)
 
 
 class CacheEntry:
@@ -151,17 +156,35 @@ class CacheEntry:
     def try_replay(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Run the program; return the result and the generators' states before.
 
-        Where the program fails, the result is `MISSED`, and the states are restored.
+        Where the program fails, the result is `MISSED`, and the states are restored. A program that
+        communicates runs within the call of a transform, which keeps its messages.
         """
         draws = self.traits.draws
         drawn = rng_state.save_states([*tensors, *self.guards.generators]) if draws else None
         try:
-            return self(tensors), drawn
-        except Exception:  # noqa: BLE001 - the function itself raises the user's error
+            return self._run_program(tensors), drawn
+        except Exception as error:
+            if self._is_final(error):
+                raise
             if drawn is not None:
                 rng_state.restore_states(drawn)
             self.note_failure()
             return MISSED, drawn
+
+    def _run_program(self, tensors: Sequence[Tensor]) -> Any:
+        if not self.traits.communicates:
+            return self(tensors)
+        from forall._mesh.rank_program import run_rank_program  # imports torch.distributed
+
+        nodes = (node for node in self.program.nodes if node.op is rank_ops.BEGIN)
+        handles = [*dict.fromkeys(node.args[2] for node in nodes)]
+        return run_rank_program(handles, self.traits.may_fail, self, tensors)
+
+    def _is_final(self, error: Exception) -> bool:
+        """Return True if the function cannot run after the program, which has communicated."""
+        if isinstance(error, (CollectiveError, rank_ops.OtherSizesError)):
+            return isinstance(error, CollectiveError)
+        return self.traits.communicates and not self.traits.may_fail
 
     def note_failure(self) -> None:
         """Note that the program failed on a call's data, so that the function has to run."""

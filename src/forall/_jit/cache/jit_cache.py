@@ -74,7 +74,7 @@ class JitCache(CallCache):
         made = self.newest
         if made is not None and not kwargs and made.serves_at_a_glance(len(args), args, args):
             # Positional tensors alone: their number is the structure of the arguments.
-            if made.traits.draws:
+            if made.traits.draws or made.traits.communicates:
                 return self.replay_entry(made, args, functools.partial(self.func, *args))
             try:
                 result = made(args)
@@ -96,15 +96,22 @@ class JitCache(CallCache):
     def replay_entry(
         self, entry: CacheEntry, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
     ) -> Any:
+        if entry.traits.communicates:
+            return call_transform(self._replay_or_run, entry, tensors, instead)
         if entry.traits.may_fail:
-            result, _ = entry.try_replay(tensors)
-            if result is MISSED:
-                self.misses += 1
-                return instead()
-            self.hits += 1
-            return result
+            return self._replay_or_run(entry, tensors, instead)
         self.hits += 1
         return entry(tensors)
+
+    def _replay_or_run(
+        self, entry: CacheEntry, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
+    ) -> Any:
+        result, _ = entry.try_replay(tensors)
+        if result is MISSED:
+            self.misses += 1
+            return instead()
+        self.hits += 1
+        return result
 
     def run_unfit(self, args: tuple, kwargs: dict, why: str, instead: Callable[[], Any]) -> Any:
         if why not in self.known:

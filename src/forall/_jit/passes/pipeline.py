@@ -110,7 +110,7 @@ def _find_constant_nodes(program: Program) -> list[OpNode]:
 
 
 def _is_constant(program: Program, node: OpNode, varying: set[int]) -> bool:
-    if get_facts(node.op).seeded or node.op in UNINITIALIZED_OPS:
+    if get_facts(node.op).has_effect or node.op in UNINITIALIZED_OPS:
         return False
     of_layout = node.op in LAYOUT_ONLY_OPS or (node.op is _POWER and node.args[1:] == (0,))  # ones
     if varying and not of_layout:

@@ -15,6 +15,7 @@ from forall._compat.dispatch_state import functions_off
 from forall._compat.exception_safety import contextmanager
 from forall._compat.private_api import PLAIN, get_version
 from forall._compat.tensor_subclass import get_users_class
+from forall._core import communication_log
 from forall._jit.backends.fast_calls import choose_calls
 from forall._jit.backends.python_source import compile_python
 from forall._jit.cache.differentiable_entry import Derivative, DifferentiableEntry, EagerRerun
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 
 
 Steps = Generator[float | None, None, CacheEntry]  # yields the next step's seconds, if known
+# A backward pass that is not the recorded one runs the function once more, and so its messages.
+COMMUNICATES = "ranks communicate in it, with a derivative at stake outside"
 _WRITTEN = 3e-5  # seconds of code generation for each operator
 
 
@@ -139,6 +142,7 @@ class StateBeforeCall:
     def __init__(self, leaves: list, guards: Guards) -> None:
         self.outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
         self.recorder: Tracer | None = None  # the tracer of the call
+        self._messages = communication_log.get_position()
         self._drawing = [*self.outside, *guards.generators]
         self._versions = [*map(get_version, self.outside)]
         self._states = rng_state.save_states(self._drawing)
@@ -148,8 +152,10 @@ class StateBeforeCall:
         unsaid = self.recorder is not None and self.recorder.notes.writes_unsaid
         return unsaid or [*map(get_version, self.outside)] != self._versions
 
-    def rewind_generators(self) -> None:
+    def rewind(self) -> None:
+        """Go back to the states of generators before the call, and to its messages."""
         rng_state.restore_states(self._states)
+        communication_log.rewind_log(self._messages)
 
     @contextmanager
     def repeat_draws(self) -> Iterator[None]:
@@ -158,7 +164,7 @@ class StateBeforeCall:
         At its end the generators have the states that they had at its beginning.
         """
         now = rng_state.save_states(self._drawing)
-        self.rewind_generators()
+        self.rewind()
         try:
             yield
         finally:
@@ -222,6 +228,8 @@ class TracedCall:
             recorder.stop_recording(f"it changes Python's state: {what}")
         if guards.ran.seen and recorder.notes.tells:  # it read one by a name that no code contains
             recorder.stop_recording(TELLING)
+        if recorder.notes.communicates and _have_history(ends):
+            recorder.stop_recording(COMMUNICATES)
         views = find_output_bases(recorder, ends) if _have_history(ends) else None
         ends = ends if views is None else views.ends
         back = record_backward(recorder, tensors, ends, self.asked, certain=self.certain)

@@ -24,6 +24,7 @@ class TraceNotes:
     makes_hooks: bool = False  # True after the call has registered hooks for backward
     tells: bool = False  # True after Python read more of a tensor than the cache key has
     chooses: bool = False  # True after an operator for which torch chooses among kernels
+    communicates: bool = False  # True after a message between ranks
 
 
 class TracedValues:

@@ -38,6 +38,7 @@ from forall._compat.private_api import DispatchMode
 from forall._compat.storage import get_storage_id, has_memory
 from forall._compat.tensor_subclass import CALLS_ON
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core import rank_ops
 from forall._core.call_site import OURS, TORCH
 from forall._core.escaped_values import dispatch_without_mode
 from forall._jit.deadline import (
@@ -184,6 +185,8 @@ class Tracer(DispatchMode):
                 if known.facts.seeded:
                     self._draws.note_draw()
                 before = len(self.traced.values)
+                if func is rank_ops.BEGIN:
+                    node.args = (*node.args[:-1], out.tolist())  # the sizes that are expected
                 if node.op is func:
                     node.outs = self._number_outs(node, args, out)
                 else:
@@ -334,9 +337,10 @@ class Tracer(DispatchMode):
 
     def _make_node(self, func: Any, known: _OpFacts, args: tuple, kwargs: dict) -> OpNode | None:
         fact = known.facts
-        if fact.communicates:  # a program may drop or reorder what all processes have to call
+        if fact.is_collective:  # it has not waited when it returns, and ranks have not agreed
             self.stop_recording(f"{func} communicates between processes")
             return None
+        self.notes.communicates |= fact.communicates
         hears = self._phase is _Phase.ANSWERS
         looks = fact.dynamic and not hears and _has_dynamic_shape(func, args)
         changes = known.changes
