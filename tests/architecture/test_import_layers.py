@@ -10,15 +10,15 @@ LAYERS = {
     "_compat": 0,
     "_ast_rewrite": 0,
     "_core": 1,
-    "_jit": 2,
     "_mesh": 2,
     "_random": 2,
-    "_vmap": 3,
-    "_autodiff": 3,
-    "_divergence": 4,
-    "_api": 5,
-    "_auto_replay": 6,
-    "_control_flow": 6,
+    "_jit": 3,
+    "_vmap": 4,
+    "_autodiff": 4,
+    "_divergence": 5,
+    "_api": 6,
+    "_auto_replay": 7,
+    "_control_flow": 7,
 }
 PUBLIC = ("__init__.py", "__main__.py", "extend.py", "random.py", "testing.py")
 RULES = "_vmap/rules/"

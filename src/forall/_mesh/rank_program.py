@@ -25,36 +25,48 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def run_rank_program(
-    handles: Sequence[str], may_fail: bool, run: Callable[..., R], *args: object
-) -> R:
-    """Return ``run(*args)``, a recorded program that makes calls over the groups of these handles.
+class RankProgram:
+    """A recorded program that makes calls over the groups of these handles.
 
-    If it ``may_fail`` for other data, the error leaves the log rewound, and the other ranks wait
-    for the function to run. They are told of any other error.
+    If it ``may_fail`` for other data, the function may have to run after it.
     """
-    groups = [find_rank_group(handle) for handle in handles]
-    log, position = communication_log.get_log(), communication_log.get_position()
-    entered: list[RankGroup] = []
-    if log is not None:
-        log.is_replay, log.keeps_messages = True, may_fail or config.now.replay == "check"
-    try:
-        entered.extend(group for group in groups if not group.enter("a recorded call"))
-        return run(*args)
-    except OtherSizesError:
-        communication_log.rewind_log(position)
-        raise
-    except BaseException as error:
-        if may_fail and isinstance(error, Exception):
-            communication_log.rewind_log(position)
-        else:
-            for group in entered:
-                is_told = isinstance(error, RankError) and group.id in error.told
-                if group.is_open and not is_told and config.now.agree != "never":
-                    tell_failure(group, error)
-        raise
-    finally:
-        for group in entered:
-            group.leave()
+
+    def __init__(self, handles: Sequence[str], may_fail: bool) -> None:
+        self.handles, self.may_fail = handles, may_fail
+
+    def run(self, func: Callable[..., R], *args: object) -> R:
+        """Return ``func(*args)``, which runs the program.
+
+        If the program may fail, an error leaves the log rewound, and the other ranks wait for the
+        function to run. They are told of any other error.
+        """
+        groups = [find_rank_group(handle) for handle in self.handles]
+        log, position = communication_log.get_log(), communication_log.get_position()
+        entered: list[RankGroup] = []
         if log is not None:
-            log.is_replay, log.keeps_messages = False, True
+            log.is_replay = True
+            log.keeps_messages = self.may_fail or config.now.replay == "check"
+        try:
+            entered.extend(g for g in groups if not g.enter("a recorded call"))
+            return func(*args)
+        except OtherSizesError:
+            communication_log.rewind_log(position)
+            raise
+        except BaseException as error:
+            if self.may_fail and isinstance(error, Exception):
+                communication_log.rewind_log(position)
+            else:
+                _tell_failure([group for group in entered if group.is_open], error)
+            raise
+        finally:
+            for group in entered:
+                group.leave()
+            if log is not None:
+                log.is_replay, log.keeps_messages = False, True
+
+
+def _tell_failure(groups: Sequence[RankGroup], error: BaseException) -> None:
+    for group in groups:
+        is_told = isinstance(error, RankError) and group.id in error.told
+        if not is_told and config.now.agree != "never":
+            tell_failure(group, error)

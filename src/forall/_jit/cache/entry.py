@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forall._jit.cache.call_state import CallInfo
     from forall._jit.graph import Program
     from forall._jit.guards.build import Guards
+    from forall._mesh.rank_program import RankProgram
 
     Tensor = torch.Tensor
     Meetings = list[list[tuple[int, int]]]
@@ -90,6 +91,7 @@ class CacheEntry:
         self.captured = [*program.captured.values()]
         self.traits = ProgramTraits.read_program(program)
         self.history = EntryHistory()
+        self.over_ranks = _make_rank_program(program, self.traits)
         self.run = self._compile_program(compile_graph)
         self.build = itemgetter(0) if results.is_single_tensor() else results.build_tree
         self.overlaps = overlaps
@@ -172,13 +174,7 @@ class CacheEntry:
             return MISSED, drawn
 
     def _run_program(self, tensors: Sequence[Tensor]) -> Any:
-        if not self.traits.communicates:
-            return self(tensors)
-        from forall._mesh.rank_program import run_rank_program  # imports torch.distributed
-
-        nodes = (node for node in self.program.nodes if node.op is rank_ops.BEGIN)
-        handles = [*dict.fromkeys(node.args[2] for node in nodes)]
-        return run_rank_program(handles, self.traits.may_fail, self, tensors)
+        return self(tensors) if self.over_ranks is None else self.over_ranks.run(self, tensors)
 
     def _is_final(self, error: Exception) -> bool:
         """Return True if the function cannot run after the program, which has communicated."""
@@ -192,6 +188,15 @@ class CacheEntry:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         return self.build(self.run(*tensors, *self.captured))
+
+
+def _make_rank_program(program: Program, traits: ProgramTraits) -> RankProgram | None:
+    if not traits.communicates:
+        return None
+    from forall._mesh.rank_program import RankProgram  # imports torch.distributed
+
+    calls = (node for node in program.nodes if node.op is rank_ops.BEGIN)
+    return RankProgram([*dict.fromkeys(node.args[2] for node in calls)], traits.may_fail)
 
 
 class ArgumentOverlaps(NamedTuple):
