@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Literal, TypeAlias, overload
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functionalize, replace_all_batch_norm_modules_
 
 from forall import random as random
@@ -157,6 +158,7 @@ def jacrev(
     chunk_size: Chunk = None,
     holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, Any]: ...
 @overload
 def jacrev(
@@ -169,6 +171,7 @@ def jacrev(
     chunk_size: Chunk = None,
     holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def jacrev(
@@ -181,6 +184,7 @@ def jacrev(
     chunk_size: Chunk = None,
     holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
 def jacrev(
@@ -193,6 +197,7 @@ def jacrev(
     chunk_size: Chunk = None,
     holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 @overload
 def jacfwd(
@@ -205,6 +210,7 @@ def jacfwd(
     randomness: str = "error",
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, Any]: ...
 @overload
 def jacfwd(
@@ -217,6 +223,7 @@ def jacfwd(
     randomness: str = "error",
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def jacfwd(
@@ -229,6 +236,7 @@ def jacfwd(
     randomness: str = "error",
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
 def jacfwd(
@@ -241,6 +249,7 @@ def jacfwd(
     randomness: str = "error",
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 @overload
 def hessian(
@@ -252,6 +261,7 @@ def hessian(
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, Any]: ...
 @overload
 def hessian(
@@ -263,6 +273,7 @@ def hessian(
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def hessian(
@@ -274,6 +285,7 @@ def hessian(
     return_value: Literal[True],
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
 @overload
 def hessian(
@@ -285,6 +297,7 @@ def hessian(
     return_value: Literal[True],
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
 @overload
 def jacobian(
@@ -296,6 +309,7 @@ def jacobian(
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, Any]: ...
 @overload
 def jacobian(
@@ -307,6 +321,7 @@ def jacobian(
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def jacobian(
@@ -318,6 +333,7 @@ def jacobian(
     return_value: Literal[True],
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
 def jacobian(
@@ -329,6 +345,7 @@ def jacobian(
     return_value: Literal[True],
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 @overload
 def jvp(

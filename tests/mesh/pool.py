@@ -18,7 +18,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0  # that a function may take on all ranks
+import pytest
+
+SECONDS = 300.0  # that a function may take on all ranks; a machine may be busy
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Pool:
         context.set_forkserver_preload(["mesh.rank_programs"])
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
+        self.lost: str | None = None  # why no more calls can be answered
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -59,6 +62,8 @@ class Pool:
         self, name: str, *args: Any, size: int | None = None, seconds: float = SECONDS
     ) -> list[Any]:
         """Return what ``rank_programs.name(mesh, *args)`` returns on each of the first ranks."""
+        if self.lost is not None:
+            raise RanksLostError(f"an earlier call was not answered: {self.lost}")
         size = size or self.size
         for pipe in self.pipes[:size]:
             pipe.send((name, size, args))
@@ -67,7 +72,8 @@ class Pool:
             left = [r for r in range(size) if r not in answers]
             ready = wait([self.pipes[r] for r in left], timeout=seconds)
             if not ready:
-                raise RanksLostError(f"{name}: no answer of ranks {left} in {seconds:.0f} s")
+                self.lost = f"{name}: no answer of ranks {left} in {seconds:.0f} s"
+                raise RanksLostError(self.lost)
             for rank in left:
                 if self.pipes[rank] in ready:
                     try:
@@ -89,6 +95,15 @@ class Pool:
                 process.kill()
                 process.join()
         self.folder.cleanup()
+
+
+def ask(pool: Pool, name: str, *args: Any, size: int, **options: Any) -> list[Any]:
+    """Return what the ranks return; fail with the first error that is not theirs to return."""
+    answers = pool.call(name, *args, size=size, **options)
+    for answer in answers:
+        if isinstance(answer, Raised):
+            pytest.fail(answer.trace or answer.text)
+    return answers
 
 
 def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) -> None:

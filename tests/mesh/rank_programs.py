@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 import time
 import traceback
 import warnings
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import forall
 from forall import (
@@ -15,9 +16,14 @@ from forall import (
     axis_index,
     axis_size,
     grad,
+    hessian,
+    jacfwd,
+    jacobian,
+    jacrev,
     jit,
     jvp,
     linearize,
+    per_example_grad_norm,
     pmax,
     pmean,
     psum,
@@ -513,3 +519,55 @@ def call_from_two_lines(mesh):
     else:
         found.append(g(w, xs))
     return found
+
+
+# --- Jacobians ----------------------------------------------------------------------------------
+
+
+def curve(x):
+    return (torch.outer(x.sin(), x[:2].cos()), x.square().sum()), x[:1] * x
+
+
+JACOBIANS = {
+    "jacrev": (jacrev, curve),
+    "jacfwd": (jacfwd, curve),
+    "jacobian": (jacobian, curve),
+    "hessian": (hessian, curve),
+}
+POINT = torch.linspace(0.3, 2.0, 5).double()
+BATCH = torch.linspace(-1, 1, 10).double().view(2, 5)
+AROUND = {
+    "alone": lambda f: f()(POINT),
+    "in chunks": lambda f: f(chunk_size=2)(POINT),
+    "jit": lambda f: [(g := jit(f()))(POINT), g(POINT), g(POINT)][-1],
+    "grad": lambda f: grad(lambda x: sum(y.sin().sum() for y in tree_leaves(f()(x))))(POINT),
+    "vmap": lambda f: vmap(f(), out_dims=-1)(BATCH),
+    "with a value": lambda f: f(return_value=True)(POINT)[0],
+}
+
+
+def take_jacobian(how, around, **options):
+    transform, f = JACOBIANS[how]
+    return tree_leaves(AROUND[around](lambda **more: transform(f, **options, **more)))
+
+
+def take_jacobians(mesh):
+    """Return this rank's part of each Jacobian, or the text of its error."""
+    found = {}
+    for case in itertools.product(JACOBIANS, AROUND):
+        try:
+            found[case] = take_jacobian(*case, mesh=mesh)
+        except Exception:
+            found[case] = traceback.format_exc()
+    return found
+
+
+def differ_in_outputs(mesh):
+    """Take a Jacobian of a function with another output on the last rank; return the error."""
+    return _try(jacrev(lambda x: x[: 2 + _is_last(mesh)], mesh=mesh), POINT)
+
+
+def take_norms(mesh, sizes):
+    """Return the norms of this rank's gradients."""
+    xs = take_share(WIDE, sizes, mesh.get_local_rank())
+    return per_example_grad_norm(lambda w, x: (w * x).sin().sum(), mesh=mesh)(W, xs)

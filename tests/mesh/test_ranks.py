@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import forall
 from forall import vmap
 from mesh import rank_programs
-from mesh.pool import Pool, Raised
+from mesh.pool import Pool, ask
 
 SIZES = {1: (3,), 2: (2, 1), 3: (1, 1, 1), 4: (1, 0, 2, 0)}
 WHOLE = {1: (8,), 2: (5, 3), 3: (3, 1, 4), 4: (2, 0, 2, 4)}
@@ -24,15 +24,6 @@ def pool():
     pool = Pool(4)
     yield pool
     pool.close()
-
-
-def ask(pool, name, *args, size, **options):
-    """Return what the ranks return; fail with the first error that is not theirs to return."""
-    answers = pool.call(name, *args, size=size, **options)
-    for answer in answers:
-        if isinstance(answer, Raised):
-            pytest.fail(answer.trace or answer.text)
-    return answers
 
 
 def join(answers):
@@ -48,7 +39,7 @@ def outcomes():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_ranks_together_are_one_process(pool, outcomes, size):
     cases = [*outcomes]
-    answers = ask(pool, "run_cases", cases, SIZES[size], size=size, seconds=300)
+    answers = ask(pool, "run_cases", cases, SIZES[size], size=size)
     wrong = {}
     for case, want in outcomes.items():
         found = [answer[case] for answer in answers]

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 import forall
 from mesh import rank_programs
-from mesh.pool import Pool, Raised
+from mesh.pool import Pool, ask
 
 SIZES = {1: (8,), 2: (5, 3), 3: (3, 1, 4)}
 
@@ -16,15 +16,6 @@ def pool():
     pool = Pool(3)
     yield pool
     pool.close()
-
-
-def ask(pool, name, *args, size, **options):
-    """Return what the ranks return; fail with the first error that is not theirs to return."""
-    answers = pool.call(name, *args, size=size, **options)
-    for answer in answers:
-        if isinstance(answer, Raised):
-            pytest.fail(answer.trace or answer.text)
-    return answers
 
 
 def check(answers, wants):

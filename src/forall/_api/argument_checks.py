@@ -101,7 +101,20 @@ def check_axis(verb: str, name: Any, size: Any) -> None:
         )
 
 
-def check_mesh(verb: str, mesh: Any, randomness: Any) -> None:
+def refuse_mesh(verb: str, mesh: Any) -> None:
+    """Refuse a mesh where torch's own transform does the work."""
+    if mesh is not None:
+        raise documented_error(NotImplementedError, "compiled-axis")(
+            f"{verb}: torch.compile and the transforms of torch.func know no mesh.\n"
+            f"{format_columns([('mesh', str(mesh))])}\n"
+            "Use forall's transforms around it, and forall.jit in the place of torch.compile."
+        )
+
+
+def check_mesh(verb: str, mesh: Any, randomness: Any = None) -> None:
+    """Check a mesh, unless it is None."""
+    if mesh is None:
+        return
     if not is_mesh_class(type(mesh)):
         raise documented_error(TypeError, "mesh")(
             f"{verb}: mesh must be a torch.distributed DeviceMesh.\n"

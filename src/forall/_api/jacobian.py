@@ -30,6 +30,8 @@ from forall._core.errors import TransformCall
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @define_transform()
 def jacrev(
@@ -41,6 +43,7 @@ def jacrev(
     return_value: bool = False,
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by reverse mode.
@@ -65,6 +68,10 @@ def jacrev(
             Changes memory, not values.
         holomorphic: True for a complex-differentiable function, of complex arguments with complex
             outputs; the result is df/dz.
+        mesh: a `torch.distributed` DeviceMesh of one dim. Each rank computes the rows of its part
+            of dim 0 of each output, as `torch.chunk` splits it. Their results, one after another,
+            are the Jacobian; that of an output without dims is whole on each rank. All ranks have
+            to make the call, with the same function and arguments.
         _preallocate_and_copy: torch.func's, for memory alone; it changes nothing here.
 
     Raises:
@@ -88,7 +95,7 @@ def jacrev(
 
     which = (argnums, argnames)
     return _make_reverse_jacobian(
-        "jacrev", compute_by_rows, which, has_aux, return_value, chunk_size, holomorphic
+        "jacrev", compute_by_rows, which, has_aux, return_value, chunk_size, holomorphic, mesh
     )
 
 
@@ -103,6 +110,7 @@ def jacfwd(
     randomness: str = "error",
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by forward mode.
 
@@ -128,6 +136,8 @@ def jacfwd(
             Changes memory, not values.
         holomorphic: True for a complex-differentiable function, of complex arguments with complex
             outputs; the result is df/dz.
+        mesh: as `jacrev`'s, but each rank computes the columns of its part of dim 0 of each input.
+            Their results are concatenated along the first dim of ``I``.
 
     Raises:
         RuntimeError: for an argument at ``argnums`` or an output that is complex (with
@@ -149,11 +159,13 @@ def jacfwd(
     """
     argument_checks.check_randomness("jacfwd", randomness)
     argument_checks.check_chunk_size("jacfwd", chunk_size)
+    argument_checks.check_mesh("jacfwd", mesh, randomness)
 
     def columns(
-        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool
+        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool, *ranks: Any
     ) -> JacobianBlocks:
-        return compute_by_columns(call, f, given, has_aux, randomness, chunk_size, holomorphic)
+        how = randomness, chunk_size, holomorphic
+        return compute_by_columns(call, f, given, has_aux, *how, *ranks)
 
     which = (argnums, argnames)
     return _make_jacobian(
@@ -165,6 +177,7 @@ def jacfwd(
         holomorphic,
         ValueError,
         "jacfwd",
+        mesh,
         randomness=randomness,
     )
 
@@ -179,6 +192,7 @@ def jacobian(
     return_value: bool = False,
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by the mode that has less to do.
 
@@ -203,6 +217,7 @@ def jacobian(
         chunk_size: at most so many directions at once, or ``"auto"`` (see `vmap`). Changes memory,
             not values.
         holomorphic: as in `jacrev`.
+        mesh: as in `jacrev`; it is by rows then.
 
     Trees, and what is raised, are those of `jacrev`.
 
@@ -220,9 +235,9 @@ def jacobian(
     """
     argument_checks.check_chunk_size("jacobian", chunk_size)
 
-    which = (argnums, argnames)
+    which, compute = (argnums, argnames), compute_by_fewer if mesh is None else compute_by_rows
     return _make_reverse_jacobian(
-        "jacobian", compute_by_fewer, which, has_aux, return_value, chunk_size, holomorphic
+        "jacobian", compute, which, has_aux, return_value, chunk_size, holomorphic, mesh
     )
 
 
@@ -236,6 +251,7 @@ def hessian(
     return_value: bool = False,
     chunk_size: Chunk = None,
     holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Callable:
     """All second derivatives of ``func`` at a point: forward mode over reverse mode.
 
@@ -261,6 +277,7 @@ def hessian(
             or ``"auto"`` (see `vmap`).
         holomorphic: True for a complex-differentiable function, of complex arguments with complex
             outputs; the result is d^2 f / dz^2.
+        mesh: as `jacfwd`'s: the results are concatenated along the first dim of the second ``I``.
 
     Raises:
         RuntimeError, ValueError: as `jacfwd`.
@@ -282,33 +299,38 @@ def hessian(
                  [0., 0.]]])
     """
     argument_checks.check_chunk_size("hessian", chunk_size)
+    argument_checks.check_mesh("hessian", mesh)
 
     def compute_hessian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if functorch_interop.must_hand_over():
+            argument_checks.refuse_mesh("hessian", mesh)
             by = call_torch_holomorphic if holomorphic else call_torch_transform
             return _hessian_by_torch(
                 by, func, argnums, argnames, has_aux, return_value, args, kwargs
             )
         call = describe_call("hessian", func, argnums, argnames, holomorphic=holomorphic)
         which = (argnums, argnames)
-        first = InnerJacobian(
-            call, func, args, kwargs, which, has_aux, chunk_size, holomorphic=holomorphic
-        )
-        given = first.given
 
-        def jacobian_as_aux(*xs: Any) -> Any:
-            j, y = first(*xs)
-            return j, (j, y)
+        def compute(*ranks: Any) -> Any:
+            first = InnerJacobian(
+                call, func, args, kwargs, which, has_aux, chunk_size, holomorphic=holomorphic
+            )
+            given = first.given
 
-        found = compute_by_columns(
-            call, jacobian_as_aux, given, True, "error", chunk_size, holomorphic
-        )
-        columns = [
-            given.unflatten_results(c) for c in found.blocks
-        ]  # for each output and input of `first`
-        n = len(given.tensors)
-        h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
-        return first.answer(h, *found.aux, return_value)
+            def jacobian_as_aux(*xs: Any) -> Any:
+                j, y = first(*xs)
+                return j, (j, y)
+
+            how = "error", chunk_size, holomorphic
+            found = compute_by_columns(call, jacobian_as_aux, given, True, *how, *ranks)
+            columns = [  # for each output and input of `first`
+                given.unflatten_results(c) for c in found.blocks
+            ]
+            n = len(given.tensors)
+            h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
+            return first.answer(h, *found.aux, return_value)
+
+        return _run_over_ranks(mesh, call, compute)
 
     return compute_hessian
 
@@ -321,11 +343,14 @@ def _make_reverse_jacobian(
     return_value: bool,
     chunk_size: Chunk,
     holomorphic: bool,
+    mesh: DeviceMesh | None,
 ) -> Callable:
+    argument_checks.check_mesh(verb, mesh)
+
     def rows(
-        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool
+        call: TransformCall, f: Callable, given: DiffArguments, has_aux: bool, *ranks: Any
     ) -> JacobianBlocks:
-        return compute(call, f, given.tensors, has_aux, chunk_size, holomorphic)
+        return compute(call, f, given.tensors, has_aux, chunk_size, holomorphic, *ranks)
 
     size = get_torch_chunk_size(chunk_size)
     return _make_jacobian(
@@ -337,6 +362,7 @@ def _make_reverse_jacobian(
         holomorphic,
         RuntimeError,
         "jacrev",
+        mesh,
         chunk_size=size,
     )
 
@@ -350,6 +376,7 @@ def _make_jacobian(
     holomorphic: bool,
     error: type[Exception],
     torchs: str,  # the transform of torch.func that does the same
+    mesh: DeviceMesh | None,
     **options: Any,  # its further options
 ) -> Callable:
     """Return a function that runs a call: the blocks of ``sweep``, and the value or aux."""
@@ -358,15 +385,29 @@ def _make_jacobian(
     def compute_jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         f = with_value_as_aux(verb, func, has_aux) if return_value else func
         if functorch_interop.must_hand_over():
+            argument_checks.refuse_mesh(verb, mesh)
             by = call_torch_holomorphic if holomorphic else call_torch_transform
             return by(torchs, f, args, kwargs, *which, has_aux=beside, **options)
         call = describe_call(verb, func, *which, holomorphic=holomorphic)
-        given = DiffArguments(call, args, kwargs, *which, error)
-        found = sweep(call, lambda *xs: given.call(f, xs), given, beside)
-        tree = found.tree(given.unflatten_results)
-        return (tree, found.aux) if beside else tree
+
+        def compute(*ranks: Any) -> Any:
+            given = DiffArguments(call, args, kwargs, *which, error)
+            found = sweep(call, lambda *xs: given.call(f, xs), given, beside, *ranks)
+            tree = found.tree(given.unflatten_results)
+            return (tree, found.aux) if beside else tree
+
+        return _run_over_ranks(mesh, call, compute)
 
     return compute_jacobian
+
+
+def _run_over_ranks(mesh: DeviceMesh | None, call: TransformCall, compute: Callable) -> Any:
+    """Return ``compute()``, or ``compute`` of the ranks of a mesh, which all make this call."""
+    if mesh is None:
+        return compute()
+    from forall._mesh.rank_call import run_rank_call  # imports torch.distributed
+
+    return run_rank_call(mesh, call, compute)
 
 
 def _hessian_by_torch(

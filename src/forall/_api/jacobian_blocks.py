@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from forall._api import argument_checks
 from forall._api.argnums import DiffArguments, with_value_as_aux
 from forall._api.execution.chunked_map import run_each_chunk
+from forall._api.jacobian_basis import Basis
 from forall._api.jvp import push_forward
 from forall._api.vjp import GraphPullback, record_pullback
 from forall._api.vmap import vmap
@@ -33,6 +34,7 @@ from forall._vmap.randomness import get_direction_flag
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from forall._api.jacobian_basis import RankRows
     from forall._api.typing import Chunk
 
 
@@ -132,50 +134,55 @@ def compute_by_rows(
     has_aux: bool,
     chunk: Chunk,
     holomorphic: bool | None,
+    ranks: RankRows | None = None,
 ) -> JacobianBlocks:
     """Compute a Jacobian in reverse mode: pull back every number of the outputs."""
     pull, _, aux = record_pullback(
         call, func, tuple(check_jacobian_inputs(call, xs, holomorphic)), has_aux
     )
     argument_checks.check_real_or_complex(call, "outputs", pull.outputs, holomorphic)
-    return JacobianBlocks(compute_rows(pull, chunk, holomorphic), pull.out_spec, aux)
+    return JacobianBlocks(compute_rows(pull, chunk, holomorphic, ranks), pull.out_spec, aux)
 
 
 def compute_rows(
-    pull: GraphPullback, chunk: Chunk, holomorphic: bool | None
+    pull: GraphPullback, chunk: Chunk, holomorphic: bool | None, ranks: RankRows | None = None
 ) -> list[list[torch.Tensor]]:
     """Return blocks ``[o][i]`` of shape (*O, *I), by rows.
 
     torch's backward multiplies a cotangent by the conjugate of df/dz.
     """
-    blocks = compute_blocks(pull, chunk)
+    blocks = compute_blocks(pull, chunk, ranks)
     return [[b.conj_physical() for b in row] for row in blocks] if holomorphic else blocks
 
 
-def compute_blocks(pull: GraphPullback, chunk: Chunk) -> list[list[torch.Tensor]]:
+def compute_blocks(
+    pull: GraphPullback, chunk: Chunk, ranks: RankRows | None = None
+) -> list[list[torch.Tensor]]:
     """Return blocks ``[o][i]`` of shape (*O, *I), by rows."""
-    stacks = _pull_back_basis(pull, chunk)
+    basis = Basis.choose("outputs", pull.outputs, ranks)
+    stacks = _pull_back_basis(pull, chunk, basis)
     first, blocks = 0, []
-    for y in pull.outputs:
-        n = y.numel()
-        blocks.append([s[first : first + n].reshape((*y.shape, *s.shape[1:])) for s in stacks])
+    for rows, shape in zip(*basis, strict=True):
+        n = len(rows)
+        blocks.append([s[first : first + n].reshape((*shape, *s.shape[1:])) for s in stacks])
         first += n
     return blocks
 
 
-def _pull_back_basis(pull: GraphPullback, chunk: Chunk) -> list[torch.Tensor]:
-    """Return (N, *I) for each input: the pull-backs of all N directions of the outputs together."""
-    total = sum(y.numel() for y in pull.outputs)
+def _pull_back_basis(pull: GraphPullback, chunk: Chunk, basis: Basis) -> list[torch.Tensor]:
+    """Return (N, *I) for each input: the pull-backs of N directions of the outputs together."""
+    total = basis.total
     if not total:
         return [torch.zeros(0, *x.shape, dtype=x.dtype, device=x.device) for x in pull.own]
-    if total == 1:  # a scalar function's only row is its gradient
+    if (
+        total == sum(y.numel() for y in pull.outputs) == 1
+    ):  # a scalar function's only row is its gradient
         cots = [c.squeeze(0) for c in standard_basis.make_basis_rows(pull.outputs, 0, 1)]
         return [g.unsqueeze(0) for g in pull.pull_back_at(top(), cots)]
 
     def some(numbers: range) -> list[torch.Tensor]:
-        return pull.pull_back_stacked(
-            standard_basis.make_basis_rows(pull.outputs, numbers.start, numbers.stop), top()
-        )
+        cots = standard_basis.select_basis_rows(pull.outputs, basis.select(numbers))
+        return pull.pull_back_stacked(cots, top())
 
     parts = [*run_each_chunk(some, total, chunk, pull.own, "row")]
     return parts[0] if len(parts) == 1 else [torch.cat(p) for p in zip(*parts, strict=True)]
@@ -189,6 +196,7 @@ def compute_by_columns(
     randomness: str,
     chunk: Chunk,
     holomorphic: bool | None,
+    ranks: RankRows | None = None,
 ) -> JacobianBlocks:
     """Compute a Jacobian in forward mode: push forward every number of the inputs."""
     xs, beside = check_jacobian_inputs(call, given.tensors, holomorphic), given.find_other_tensors()
@@ -219,7 +227,8 @@ def compute_by_columns(
         specs.append(spec)
         return leaves, aux, [value for _, value in written]
 
-    directions = standard_basis.make_basis_rows(xs, 0, sum(x.numel() for x in xs))
+    basis = Basis.choose("inputs", xs, ranks)
+    directions = standard_basis.select_basis_rows(xs, basis.select(range(basis.total)))
     push_all = vmap(column, 0, (-1, None, None), get_direction_flag(randomness), chunk_size=chunk)
     try:
         stacks, aux, values = push_all(*directions)
@@ -228,7 +237,7 @@ def compute_by_columns(
     finally:
         first.forget()  # else a reference cycle through torch's graph may hold this function
     return JacobianBlocks(
-        [_split_inputs(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None
+        [_split_inputs(s, basis) for s in stacks], specs[0], aux[0] if has_aux else None
     )
 
 
@@ -376,7 +385,9 @@ def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
         set_version(target, number)
 
 
-def _split_inputs(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
-    """Split (*O, N), where N counts the numbers of all ``xs`` together, into (*O, *I) for each."""
-    parts = stack.split([x.numel() for x in xs], -1)
-    return [p.reshape((*stack.shape[:-1], *x.shape)) for p, x in zip(parts, xs, strict=True)]
+def _split_inputs(stack: torch.Tensor, basis: Basis) -> list[torch.Tensor]:
+    """Split (*O, N), where N counts the numbers of all inputs together, into (*O, *I) for each."""
+    parts = stack.split([*map(len, basis.rows)], -1)
+    return [
+        p.reshape((*stack.shape[:-1], *shape)) for p, shape in zip(parts, basis.shapes, strict=True)
+    ]

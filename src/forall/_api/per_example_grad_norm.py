@@ -24,6 +24,8 @@ from forall._vmap.lazy_grad import ghost_norm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @define_transform()
 def per_example_grad_norm(
@@ -36,6 +38,7 @@ def per_example_grad_norm(
     in_dims: Any = 0,
     randomness: str | torch.Tensor = "error",
     chunk_size: Chunk = None,
+    mesh: DeviceMesh | None = None,
 ) -> Callable:
     """The norm of each example's gradient.
 
@@ -60,6 +63,7 @@ def per_example_grad_norm(
             are, a model's parameters, are shared between the examples.
         randomness: as `vmap`'s.
         chunk_size: as `vmap`'s.
+        mesh: as `vmap`'s: the norms are those of this rank's examples.
 
     Raises:
         RuntimeError, ValueError: as `grad` and `vmap`.
@@ -80,6 +84,7 @@ def per_example_grad_norm(
     verb, which = "per_example_grad_norm", (argnums, argnames)
     argument_checks.check_randomness(verb, randomness, keys=True)
     argument_checks.check_chunk_size(verb, chunk_size)
+    argument_checks.check_mesh(verb, mesh, randomness)
 
     def compute_norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(func, updated=())
@@ -88,7 +93,7 @@ def per_example_grad_norm(
 
         call = describe_call(verb, func, *which)
         dims = _make_in_dims(in_dims, find_places(call, args, kwargs, *which), len(args))
-        mapped = vmap(norm_of_one, dims, randomness=randomness, chunk_size=chunk_size)
+        mapped = vmap(norm_of_one, dims, randomness=randomness, chunk_size=chunk_size, mesh=mesh)
         norm, value, *aux = mapped(*args, **kwargs)
         beside = [value, *aux] if return_value else aux
         if not beside:

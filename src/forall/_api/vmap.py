@@ -164,8 +164,7 @@ def vmap(
     argument_checks.check_divergence("vmap", divergence)
     argument_checks.check_max_steps("vmap", max_steps)
     argument_checks.check_axis("vmap", axis_name, axis_size)
-    if mesh is not None:
-        argument_checks.check_mesh("vmap", mesh, randomness)
+    argument_checks.check_mesh("vmap", mesh, randomness)
 
     options = VmapOptions(divergence, ragged, max_steps, None)
 

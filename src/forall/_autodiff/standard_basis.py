@@ -33,3 +33,11 @@ def make_basis_rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> l
         out.append(block.view(stop - start, *t.shape))
         first += n
     return out
+
+
+def select_basis_rows(tensors: Sequence[torch.Tensor], rows: Sequence[range]) -> list[torch.Tensor]:
+    """Return the basis vectors of all these ranges, one range after another."""
+    if len(rows) == 1:
+        return make_basis_rows(tensors, rows[0].start, rows[0].stop)
+    found = [make_basis_rows(tensors, r.start, r.stop) for r in rows]
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]

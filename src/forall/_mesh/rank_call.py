@@ -19,7 +19,7 @@ from forall._mesh.message_place import run_placed
 from forall._mesh.rank_group import get_rank_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Self, TypeVar
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,11 +64,7 @@ class RankCall:
 
     def begin(self, size: int, axis_size: int | None) -> AxisRanks:
         """Tell the other ranks of this rank's examples, and learn of theirs."""
-        where = self.group.handle, str(self.call)
-        with run_outside_all():
-            self.size = torch.tensor([size], device="cpu")
-            # A recorded program expects the same sizes, so the recorder need not see the answer.
-            sizes = rank_ops.BEGIN(self.size, not self.is_inside, *where, []).tolist()
+        sizes = self._meet(str(self.call), size)
         ranks = AxisRanks(self.group, sizes)
         if axis_size not in (None, ranks.total):
             rows = [("axis_size", str(axis_size)), ("on the ranks", " + ".join(map(str, sizes)))]
@@ -77,6 +73,29 @@ class RankCall:
                 f"{format_columns(rows)}\nGive no axis_size, or each rank its part of so many."
             )
         return ranks
+
+    def take_part(self, what: str, tensors: Sequence[torch.Tensor]) -> list[range]:
+        """Return the entries of each tensor's first dim that this rank takes, as torch.chunk does.
+
+        ``what`` names the tensors for messages. They must have the same layouts on all ranks.
+        """
+        layouts = (f"{str(t.dtype).removeprefix('torch.')}{[*t.shape]}" for t in tensors)
+        self._meet(f"{self.call} with {what} {', '.join(layouts)}", 0)
+        rank, count = self.group.rank, self.group.size
+        parts = []
+        for t in tensors:
+            total = t.shape[0] if t.dim() else 0
+            start = sum(split_evenly(total, count, other) for other in range(rank))
+            parts.append(range(start, start + split_evenly(total, count, rank)))
+        return parts
+
+    def _meet(self, what: str, size: int) -> list[int]:
+        """Return ``size`` of each rank, once all are at the start of this call."""
+        with run_outside_all():
+            self.size = torch.tensor([size], device="cpu")
+            # A recorded program expects the same sizes, so the recorder need not see the answer.
+            outermost = not self.is_inside
+            return rank_ops.BEGIN(self.size, outermost, self.group.handle, what, []).tolist()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
