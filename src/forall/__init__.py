@@ -37,6 +37,7 @@ with _without_collector():
     from forall._api.linearize import linearize
     from forall._api.per_example_grad_norm import per_example_grad_norm
     from forall._api.second_order import hessian_diag, hvp, laplacian
+    from forall._api.shard_map import axes, shard_map
     from forall._api.stacked import stacked
     from forall._api.torch_func_patch import install, installed, uninstall
     from forall._api.vjp import vjp
@@ -69,6 +70,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "associative_scan",
+    "axes",
     "axis_index",
     "axis_size",
     "cond",
@@ -103,6 +105,7 @@ __all__ = [
     "rearrange",
     "replace_all_batch_norm_modules_",
     "scan",
+    "shard_map",
     "stack_module_state",
     "stacked",
     "switch",

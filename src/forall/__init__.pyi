@@ -26,6 +26,7 @@ from forall._api.explain import Explanation, explain
 from forall._api.functional_call import functional_call, stack_module_state
 from forall._api.jit import jit
 from forall._api.per_example_grad_norm import per_example_grad_norm
+from forall._api.shard_map import axes, shard_map
 from forall._api.stacked import stacked
 from forall._api.torch_func_patch import install, installed, uninstall
 from forall._api.typing import A, Chunk, P, R, Ts, X
@@ -47,6 +48,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "associative_scan",
+    "axes",
     "axis_index",
     "axis_size",
     "cond",
@@ -81,6 +83,7 @@ __all__ = [
     "rearrange",
     "replace_all_batch_norm_modules_",
     "scan",
+    "shard_map",
     "stack_module_state",
     "stacked",
     "switch",

@@ -8,6 +8,8 @@ import traceback
 import warnings
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import forall
@@ -27,6 +29,7 @@ from forall import (
     pmax,
     pmean,
     psum,
+    shard_map,
     vjp,
     vmap,
 )
@@ -571,3 +574,65 @@ def take_norms(mesh, sizes):
     """Return the norms of this rank's gradients."""
     xs = take_share(WIDE, sizes, mesh.get_local_rank())
     return per_example_grad_norm(lambda w, x: (w * x).sin().sum(), mesh=mesh)(W, xs)
+
+
+# --- axes of ranks, and DTensors ----------------------------------------------------------------
+
+
+def name_dim(mesh, name):
+    return DeviceMesh.from_group(mesh.get_group(), "cpu", mesh_dim_names=(name,))
+
+
+def run_in_axes(mesh, transforms):
+    """Return each program's outcome with this rank's example, by ``axes`` and by ``shard_map``."""
+    mesh, found = name_dim(mesh, "i"), {}
+    x = EXAMPLES[mesh.get_local_rank()]
+    for name, transform in itertools.product(PROGRAMS, transforms):
+        try:
+            f = INSIDE[transform][0](named(PROGRAMS[name]))
+            with forall.axes(mesh):
+                found[name, transform] = f(x), shard_map(f, mesh)(x)
+        except Exception:
+            found[name, transform] = traceback.format_exc()
+    return tree_map(lambda y: y.detach() if isinstance(y, torch.Tensor) else y, found)
+
+
+def mix(x):
+    """A function of one block with collectives along two dims."""
+    y = x.sin() * psum(x, "a") + pmean(x, ("a", "b"))
+    return y + all_gather(y, "b").sum(0) * (axis_index("b") + 2 * axis_index("a"))
+
+
+def run_on_two_dims(mesh):
+    """Return results and gradients of `mix` on a mesh of two dims, from DTensors and back."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.linspace(-1, 1, 4 * 5 * 3).double().view(4 * 5, 3)[:18]
+    scale = torch.tensor([0.5, 1.5, -1.0]).double()
+    placements, same = [Shard(0), Shard(0)], [Replicate(), Replicate()]
+    x = distribute_tensor(whole[:16], grid, placements)
+    w = distribute_tensor(scale, grid, same).requires_grad_()
+    f = shard_map(lambda w, x: mix(w * x), grid, (same, placements), placements)
+    y = f(w, x)
+    total = shard_map(
+        lambda y: psum(y.cos().sum(), ("a", "b")), grid, (placements,), out_placements=same
+    )(y)
+    total.backward()
+    uneven = shard_map(
+        lambda x: x[: 1 + mesh.get_local_rank()], grid, out_placements=[Shard(0), Shard(0)]
+    )(x)
+    return [t.full_tensor().detach() for t in (y, total, w.grad)], tuple(uneven.shape)
+
+
+def map_dtensors(mesh, sizes):
+    """Return the results of a vmap of DTensors, and the gradient of a replicated one."""
+    xs = distribute_tensor(WIDE[: sum(sizes)], mesh, [Shard(0)])
+    w = distribute_tensor(W, mesh, [Replicate()]).requires_grad_()
+    f = vmap(normalize, (None, 0), axis_name="b", mesh=mesh)
+    y = f(w, xs)
+    mean = vmap(
+        lambda w, x: pmean((w * x).sin().sum(), "b"), (None, 0), None, axis_name="b", mesh=mesh
+    )
+    total = y.square().sum() + mean(w, xs)
+    total.backward()
+    wrong = _try(f, w, distribute_tensor(WIDE, mesh, [Shard(1)]))[0]
+    return [t.full_tensor().detach() for t in (y, total, w.grad)], str(y.placements), wrong

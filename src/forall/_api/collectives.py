@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from forall._api.execution.mapped_call import make_index
+from forall._api.rank_axes import bind_axes
 from forall._compat import pytree
 from forall._compat.dispatch_state import (
     below_autograd,
@@ -18,8 +21,9 @@ from forall._compat.dispatch_state import (
 from forall._compat.documented_error import documented_error
 from forall._compat.private_api import PLAIN
 from forall._core import collective_ops as ops
+from forall._core.bound_meshes import bound, find_bound_dim
 from forall._core.errors import format_columns, format_short, type_name_of
-from forall._core.find_axis import check_all_come, find_axis
+from forall._core.find_axis import check_all_come, find_axis, has_axis
 from forall._core.levels import run_outside, stack
 from forall._divergence.batched_scalar import BatchedScalar, number_to_tensor
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
@@ -32,8 +36,33 @@ if TYPE_CHECKING:
 
     from forall._core.named_axes import Axis
 
+R = TypeVar("R")
 Tensor = torch.Tensor
 _NUMBERS = (int, float, complex)
+
+
+def _take_bound_axes(func: Callable[..., R]) -> Callable[..., R]:
+    """Make a collective run over the ranks of a bound mesh if a dim of it has the axis name."""
+    signature = inspect.signature(func)
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not bound.meshes:
+            return func(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        name = given["axis_name"]
+        dims = [
+            (one, find_bound_dim(one))
+            for one in (name if type(name) is tuple else (name,))
+            if not has_axis(one)
+        ]
+        run: Callable = func
+        for one, dim in dims:
+            if dim is not None:
+                run = bind_axes(run, (one,), dim)
+        return run(*args, **kwargs)
+
+    return call
 
 
 def _find_one(verb: str, name: Hashable, x: Any) -> Axis:
@@ -112,6 +141,7 @@ def _reduce(verb: str, op: Any, x: Any, axis_name: Any, on_number: Callable[[Any
     return _map_leaves(f"{verb}(.., {axis_name!r})", reduce_leaf, x)
 
 
+@_take_bound_axes
 def psum(x: Any, axis_name: Hashable) -> Any:
     """The sum over the examples of an axis, the same for all of them: (*S) -> (*S).
 
@@ -143,6 +173,7 @@ def psum(x: Any, axis_name: Hashable) -> Any:
     return _reduce("psum", ops.PSUM, x, axis_name, lambda n: n * axis_size(axis_name))
 
 
+@_take_bound_axes
 def pmean(x: Any, axis_name: Hashable) -> Any:
     """The mean over the examples of an axis, the same for all of them: (*S) -> (*S).
 
@@ -188,6 +219,7 @@ def pmean(x: Any, axis_name: Hashable) -> Any:
     )
 
 
+@_take_bound_axes
 def pmax(x: Any, axis_name: Hashable) -> Any:
     """The largest value among the examples of an axis, entry by entry: (*S) -> (*S).
 
@@ -213,6 +245,7 @@ def pmax(x: Any, axis_name: Hashable) -> Any:
     return _reduce("pmax", ops.PMAX, x, axis_name, lambda n: n)
 
 
+@_take_bound_axes
 def pmin(x: Any, axis_name: Hashable) -> Any:
     """The smallest value among the examples of an axis, entry by entry: (*S) -> (*S).
 
@@ -238,6 +271,7 @@ def pmin(x: Any, axis_name: Hashable) -> Any:
     return _reduce("pmin", ops.PMIN, x, axis_name, lambda n: n)
 
 
+@_take_bound_axes
 def all_gather(x: Any, axis_name: Hashable, dim: int = 0, tiled: bool = False) -> Any:
     """The values of all examples of an axis, for each of them: (*S) -> (N at dim, *S).
 
@@ -278,6 +312,7 @@ def all_gather(x: Any, axis_name: Hashable, dim: int = 0, tiled: bool = False) -
     return _map_leaves(f"all_gather(.., {axis_name!r})", gather_leaf, x)
 
 
+@_take_bound_axes
 def psum_scatter(x: Any, axis_name: Hashable, scatter_dim: int = 0, tiled: bool = False) -> Any:
     """The sum over the examples of an axis, of which example i gets entry i.
 
@@ -316,6 +351,7 @@ def psum_scatter(x: Any, axis_name: Hashable, scatter_dim: int = 0, tiled: bool 
     return _map_leaves(f"psum_scatter(.., {axis_name!r})", scatter_leaf, x)
 
 
+@_take_bound_axes
 def all_to_all(
     x: Any, axis_name: Hashable, split_dim: int = 0, concat_dim: int = 0, tiled: bool = False
 ) -> Any:
@@ -360,6 +396,7 @@ def all_to_all(
     return _map_leaves(f"all_to_all(.., {axis_name!r})", exchange_leaf, x)
 
 
+@_take_bound_axes
 def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> Any:
     """Send values from example to example: (*S) -> (*S).
 
@@ -395,6 +432,7 @@ def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> An
     return _map_leaves(f"ppermute(.., {axis_name!r})", send_leaf, x)
 
 
+@_take_bound_axes
 def axis_index(axis_name: Hashable) -> Tensor:
     """The number of the example along an axis: a tensor of shape () and dtype int64.
 
@@ -444,7 +482,8 @@ def axis_size(axis_name: Hashable) -> int:
     """
     size = 1
     for name in axis_name if type(axis_name) is tuple else (axis_name,):
-        size *= find_axis("axis_size", name)[0].size
+        dim = None if not bound.meshes or has_axis(name) else find_bound_dim(name)
+        size *= find_axis("axis_size", name)[0].size if dim is None else dim.size()
     return size
 
 

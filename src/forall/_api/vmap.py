@@ -126,7 +126,9 @@ def vmap(
             this rank's examples; all ranks have to make the call. The examples of rank 0 come
             first, then those of rank 1, and so on; ranks may have unlike numbers of them.
             Collectives combine the examples of all ranks, and a key draws by numbers over all
-            ranks. The results are those of this rank's examples.
+            ranks. The results are those of this rank's examples. A DTensor stands for the examples
+            of all ranks: ``Shard`` in its in_dim, or ``Replicate`` if it is shared. With one among
+            the arguments the results are DTensors too.
 
     Keyword arguments are shared between the examples, unless a dict of in_dims names them.
 
@@ -251,10 +253,15 @@ class VmapSpec(NamedTuple):
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapped_inputs.bind_named_dims(call, func, in_dims, args, kwargs)
         places = mapped_inputs.OutDims("vmap", func, out_dims)
+        local = None
         if running is not None:
+            local = running.take_local(args, kwargs)
+            args, kwargs = (args, kwargs) if local is None else (local.args, local.kwargs)
             axis_size = running.find_local_size(axis_size, args, kwargs, dims)
         known = mapped_inputs.check_inputs(call, args, kwargs, *dims, axis_size=axis_size)
         arguments = MappedArguments(*known, {})
+        if local is not None:
+            local.check_dims(arguments.dims)
         kinds = {*map(type, arguments.leaves)}
         if kinds != _TENSOR and any(map(is_of_users_class, arguments.leaves)):
             arguments = arguments.strip_user_classes(call)
@@ -271,6 +278,8 @@ class VmapSpec(NamedTuple):
         whole = MappedCall(func, arguments, places, draws, origin, told, axis=axis)
         found = run_mapped_call(whole) if chunk_size is None else run_in_chunks(whole, chunk_size)
         leaves, spec = found
+        if local is not None and ranks is not None:
+            leaves = local.make_results(leaves, places.expand_to_leaves(spec), ranks)
         result = leaves[0] if spec is pytree.LEAF else pytree.unflatten(leaves, spec)
         if not whole.options.ragged:
             return result

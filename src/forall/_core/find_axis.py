@@ -29,6 +29,11 @@ def _iter_axes() -> Iterator[tuple[Axis, Level]]:
             level = level.parent
 
 
+def has_axis(name: Hashable) -> bool:
+    """Return True if a level around the running code has an axis of this name."""
+    return any(axis.name == name for axis, _ in _iter_axes())
+
+
 def find_axis(verb: str, name: Hashable, operand: Any = None) -> tuple[Axis, Any]:
     """Return the axis of this name, and the root level that has it.
 

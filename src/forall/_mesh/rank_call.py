@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from forall._core.errors import TransformCall
+    from forall._mesh.dtensors import LocalArguments
 
     R = TypeVar("R")
 
@@ -43,6 +45,7 @@ class RankCall:
 
     def __init__(self, mesh: DeviceMesh, call: TransformCall) -> None:
         self.group = get_rank_group(mesh)
+        self.mesh = mesh
         self.call = call
         self.is_inside = False
         self.size: Any = None  # of this rank's examples, a tensor
@@ -52,6 +55,14 @@ class RankCall:
             connect(self.group, f"the start of {self.call}")
         self.is_inside = self.group.enter(str(self.call))
         return self
+
+    def take_local(self, args: tuple, kwargs: dict) -> LocalArguments | None:
+        """Return the arguments with local tensors in the place of DTensors; None without any."""
+        if "torch.distributed.tensor" not in sys.modules:
+            return None
+        from forall._mesh.dtensors import LocalArguments  # imports what takes long
+
+        return LocalArguments.take(self.call, self.mesh, args, kwargs)
 
     def find_local_size(
         self, size: int | None, args: tuple, kwargs: dict, dims: list

@@ -25,6 +25,7 @@ from forall._compat.device_mesh import is_mesh_class
 from forall._compat.trace_modes import is_pre_dispatch_tracing
 from forall._compat.transform_call import call_transform
 from forall._core import config
+from forall._core.bound_meshes import bound
 from forall._core.errors import TransformCall
 from forall._core.levels import stack
 from forall._core.python_state import is_ours
@@ -149,7 +150,7 @@ def can_replay() -> bool:
     """
     if is_compiling() or not config.now.replay or stack.top is not None or stack.reversing:
         return False
-    if slot.make_finder is None:
+    if slot.make_finder is None or bound.meshes:
         return False
     return not functorch_interop.must_hand_over() and not is_pre_dispatch_tracing()
 

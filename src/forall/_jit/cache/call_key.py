@@ -32,6 +32,7 @@ from forall._compat.dispatch_state import (
 )
 from forall._compat.native_guards import make_state_check, make_tensor_check
 from forall._compat.private_api import PLAIN, count_dispatch_modes, hooks_on_saved
+from forall._core.bound_meshes import bound
 from forall._core.levels import stack
 from forall._jit.guards.codegen import GuardTests
 from forall._jit.guards.identity import EXACT_CLASSES, KeyMaker, UnfitArgument
@@ -97,6 +98,7 @@ FREE_TESTS = GuardTests(
         "not is_dynamo_compiling()",
         "not is_anomaly_enabled()",  # it raises errors that no program raises
         "not hooks_on_saved()",  # the user's hooks see each tensor that is saved
+        "not bound.meshes",  # collectives would communicate over these
     ],
     {
         "stack": stack,
@@ -109,6 +111,7 @@ FREE_TESTS = GuardTests(
         "is_dynamo_compiling": is_dynamo_compiling,
         "is_anomaly_enabled": is_anomaly_enabled,
         "hooks_on_saved": hooks_on_saved,
+        "bound": bound,
     },
 )
 is_free = FREE_TESTS.compile_tests()
