@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from forall import RankError, psum, vmap
+from forall import RankError, jacrev, psum, shard_map, vmap
+from forall._core.errors import format_short
 from golden import refused
 
 X = torch.ones(2, 3)
@@ -101,6 +103,101 @@ def test_a_thread_that_makes_a_call_beside_another(mesh):
     finally:
         ranks.thread = None
     assert vmap(first, axis_name="b", mesh=mesh)(X)[0, 0] == 2
+
+
+def test_a_mesh_without_names():
+    mesh = init_device_mesh("cpu", (1,))
+    with refused(
+        ValueError,
+        f"""
+        shard_map: the dims of the mesh have no names, by which collectives could know them.
+            mesh   {mesh}
+        Name them: init_device_mesh("cuda", (8,), mesh_dim_names=("dp",)).
+        """,
+    ):
+        shard_map(first, mesh)
+
+
+def test_a_dtensor_along_another_dim(mesh):
+    x = distribute_tensor(X, mesh, [Shard(1)])
+    with refused(
+        ValueError,
+        """
+        vmap(first, in_dims=0): a DTensor does not lie on the ranks as its examples do.
+            placement   S(1)
+            in_dims     0
+        Give it the placement S(0): x.redistribute(mesh, [S(0)]).
+        """,
+    ):
+        vmap(first, axis_name="b", mesh=mesh)(x)
+
+
+def test_a_dtensor_on_another_mesh(mesh):
+    grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(X, grid, [Shard(0), Replicate()])
+    with refused(
+        ValueError,
+        f"""
+        vmap(first, in_dims=0): a DTensor lies on another mesh than the examples.
+            mesh         {mesh}
+            DTensor on   {grid}
+            it is        {format_short(x)}
+        Distribute it over the mesh of the call, or pass x.to_local().
+        """,
+    ):
+        vmap(first, axis_name="b", mesh=mesh)(x)
+
+
+def test_placements_for_other_arguments(mesh):
+    with refused(
+        ValueError,
+        """
+        shard_map(first): in_placements has other entries than the call has arguments.
+            in_placements   2
+            arguments       1
+        Give the placements of each argument, or None for one without DTensors.
+        """,
+    ):
+        shard_map(first, mesh, ([Shard(0)], None))(X)
+
+
+def test_a_dtensor_with_other_placements(mesh):
+    x = distribute_tensor(X, mesh, [Shard(0)])
+    with refused(
+        ValueError,
+        """
+        shard_map(first): a DTensor has other placements than in_placements.
+            placements      (Shard(dim=0),)
+            in_placements   (Replicate(),)
+        Call x.redistribute(mesh, placements) before.
+        """,
+    ):
+        shard_map(first, mesh, [Replicate()])(x)
+
+
+def test_placements_that_do_not_fit_the_result(mesh):
+    with refused(
+        ValueError,
+        """
+        shard_map(<lambda>): out_placements does not fit the result.
+            out_placements   [Shard(dim=0), Shard(dim=0)]
+            result           float32[2, 3]
+        Give 1 placements, one per dim of the mesh, or a tuple of them for a tuple of results, which are tensors or trees of them.
+        """,
+    ):
+        shard_map(lambda x: x, mesh, out_placements=[Shard(0), Shard(0)])(X)
+
+
+def test_a_jacobian_over_ranks_that_is_compiled(mesh):
+    with refused(
+        NotImplementedError,
+        f"""
+        jacrev: torch.compile and the transforms of torch.func know no mesh.
+            mesh   {mesh}
+        Use forall's transforms around it, and forall.jit in the place of torch.compile.
+        """,
+    ):
+        torch.func.vmap(jacrev(torch.sin, mesh=mesh))(X)
 
 
 def test_a_derivative_over_a_group_that_was_destroyed():

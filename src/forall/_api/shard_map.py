@@ -41,12 +41,16 @@ def axes(mesh: DeviceMesh) -> Iterator[None]:
     Cost: a call of `vmap` over ranks for each collective, which all ranks begin and end together.
     Calls in the context are not replayed. For code with many collectives take `shard_map`.
 
+    Source: the body of a ``jax.shard_map``, where the dims of a mesh are axes.
+
     Example:
-        >>> def train(model, batches, mesh):                      # doctest: +SKIP
-        ...     with forall.axes(mesh):
-        ...         for x, y in batches:
-        ...             loss = model(x, y)
-        ...             print(forall.pmean(loss.detach(), "dp"))
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with forall.axes(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))):
+        ...     forall.pmean(torch.tensor(3.0), "dp")             # of one rank
+        tensor(3.)
+        >>> dist.destroy_process_group()
     """
     argument_checks.check_named_mesh("axes", mesh)
     before = bound.meshes
@@ -78,6 +82,9 @@ def shard_map(
             tuple; None returns this rank's blocks.
 
     Keyword arguments are taken as they come.
+
+    Cost: a call of `vmap` over one example per rank, for each dim of the mesh, and one message per
+    collective. With ``out_placements``, one more per sharded dim of a result, for its size.
 
     Raises:
         TypeError, ValueError: for something else than a mesh with names, for a DTensor with other
