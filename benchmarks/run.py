@@ -19,6 +19,7 @@ import torch
 import against_the_loop
 import first_calls
 import forall
+import over_ranks
 import peers
 import picture
 import report
@@ -28,7 +29,7 @@ from measure import Built, make, measure
 from registry import WORKLOADS, Workload
 
 RESULTS = Path(__file__).with_name("results.md")
-SECTIONS = ("times", "first", "sizes", "peers", "parting")
+SECTIONS = ("times", "first", "sizes", "peers", "parting", "ranks")
 
 
 def arguments() -> argparse.Namespace:
@@ -38,8 +39,8 @@ def arguments() -> argparse.Namespace:
         "--sections",
         nargs="+",
         choices=SECTIONS,
-        help="what to measure: times and peak memory, first calls, sizes, peers, and programs "
-        "whose examples part (all; with --only: times)",
+        help="what to measure: times and peak memory, first calls, sizes, peers, programs whose "
+        "examples part, and programs over two processes (all; with --only: times)",
     )
     parser.add_argument("--list", action="store_true", help="list the workloads and stop")
     parser.add_argument("--rounds", type=int, help="rounds per workload (41, quick: 5)")
@@ -135,6 +136,7 @@ def main() -> int:
         "sizes": lambda: sizes.section(options.rounds, device),
         "peers": lambda: peers.section(built, options.rounds, device),
         "parting": lambda: against_the_loop.section(options.rounds, device, beside),
+        "ranks": lambda: over_ranks.section(options.rounds, device),
     }
     lines = report.opening(device, options.rounds)
     for name in filter(options.sections.__contains__, SECTIONS):
