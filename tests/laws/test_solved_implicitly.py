@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch.autograd.function import once_differentiable
 
-from forall import grad, jacrev, vmap
+from forall import (
+    grad,
+    hvp,
+    jacfwd,
+    jacobian,
+    jacrev,
+    jvp,
+    laplacian,
+    linearize,
+    vjp,
+    vmap,
+)
 
 
 class Solved(torch.autograd.Function):
@@ -100,3 +111,84 @@ def test_the_gradient_of_each_example(f):
         x = x.clone().requires_grad_()
         want.append(torch.autograd.grad(total(x), x)[0])
     torch.testing.assert_close(vmap(grad(total))(NUMBERS), torch.stack(want))
+
+
+MATRIX = torch.tensor([[3.0, 0.5, 0.2], [0.5, 2.0, 0.3], [0.2, 0.3, 1.5]], dtype=torch.float64)
+PLACES = torch.tensor([[0.3, 0.7, 1.2], [1.1, -0.4, 0.5]], dtype=torch.float64)
+TOWARDS = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+def by_conjugate_gradients(matrix, b):
+    x, r, p = torch.zeros_like(b), b, b
+    while r.norm() > 1e-12:
+        q = matrix @ p
+        a = (r @ r) / (p @ q)
+        x, rest = x + a * p, r - a * q
+        p, r = rest + (rest @ rest) / (r @ r) * p, rest
+    return x
+
+
+def by_descent(matrix, b):
+    x = torch.zeros_like(b)
+    while (matrix @ x - b).abs().max() > 1e-13:
+        x = x - 0.3 * (matrix @ x - b)
+    return x
+
+
+def unless_zero(matrix, b):
+    return torch.linalg.solve(matrix, b) if b.any() else torch.zeros_like(b)
+
+
+def make_linear_solve(solver):
+    """Return the solution w of (MATRIX + diag(x^2)) w = x, whose pull-back asks ``solver``."""
+
+    def matrix(x):
+        return MATRIX + torch.diag(x * x)
+
+    class Rule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            w = torch.linalg.solve(matrix(x), x)
+            ctx.save_for_backward(w, x)
+            return w
+
+        @staticmethod
+        def backward(ctx, v):
+            w, x = ctx.saved_tensors
+            u = solver(matrix(x), v)
+            return u - 2 * x * w * u
+
+    return Rule.apply
+
+
+def solve_with_torch(x):
+    return torch.linalg.solve(MATRIX + torch.diag(x * x), x)
+
+
+def norm_of(f):
+    return lambda x: f(x).square().sum()
+
+
+WORDS = {
+    "jvp": lambda f: lambda x: jvp(f, (x,), (TOWARDS,))[1],
+    "jacfwd": jacfwd,
+    "jacrev": jacrev,
+    "jacobian": jacobian,
+    "linearize": lambda f: lambda x: linearize(f, x)[1](TOWARDS),
+    "a second pull-back": lambda f: lambda x: vjp(vjp(f, x)[1], TOWARDS)[1]((TOWARDS,))[0],
+    "hvp": lambda f: lambda x: hvp(norm_of(f))(x, TOWARDS),
+    "jvp of grad": lambda f: lambda x: jvp(grad(norm_of(f)), (x,), (TOWARDS,))[1],
+    "laplacian": lambda f: laplacian(norm_of(f)),
+    "grad of jvp": lambda f: grad(lambda x: jvp(norm_of(f), (x,), (TOWARDS,))[1]),
+}
+
+
+@pytest.mark.parametrize("solver", [by_conjugate_gradients, by_descent, unless_zero])
+@pytest.mark.parametrize("word", WORDS)
+def test_a_backward_that_looks_at_the_gradient_that_arrives(word, solver):
+    """Forward mode is that of a backward whose branches and loops ask about its argument."""
+    transform = WORDS[word]
+    want = torch.stack([transform(solve_with_torch)(x) for x in PLACES])
+    alone = transform(make_linear_solve(solver))
+    torch.testing.assert_close(torch.stack([alone(x) for x in PLACES]), want)
+    torch.testing.assert_close(vmap(alone)(PLACES), want)
