@@ -4,11 +4,15 @@ That is how the solution of an equation is differentiated: x such that residual(
 derivative that one evaluation of the residual at x tells, in what that captures.
 """
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from torch.autograd.function import once_differentiable
 
 from forall import (
+    PerformanceWarning,
     grad,
     hvp,
     jacfwd,
@@ -188,7 +192,47 @@ WORDS = {
 def test_a_backward_that_looks_at_the_gradient_that_arrives(word, solver):
     """Forward mode is that of a backward whose branches and loops ask about its argument."""
     transform = WORDS[word]
+    warnings.simplefilter("ignore", PerformanceWarning)
     want = torch.stack([transform(solve_with_torch)(x) for x in PLACES])
     alone = transform(make_linear_solve(solver))
     torch.testing.assert_close(torch.stack([alone(x) for x in PLACES]), want)
     torch.testing.assert_close(vmap(alone)(PLACES), want)
+
+
+class InNumpy(torch.autograd.Function):
+    """x^2, whose backward looks at the numbers of the gradient that arrives."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        seen = np.flatnonzero(np.asarray(g.detach()))
+        return torch.zeros_like(x).index_copy(0, torch.as_tensor(seen), (2 * g * x)[seen])
+
+
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+def test_rows_of_a_backward_in_numpy():
+    alone = [jacrev(InNumpy.apply)(x) for x in PLACES]
+    torch.testing.assert_close(torch.stack(alone), torch.diag_embed(2 * PLACES))
+    torch.testing.assert_close(vmap(jacrev(InNumpy.apply))(PLACES), torch.diag_embed(2 * PLACES))
+
+
+def test_rows_of_a_hook_that_asks():
+    def grow(g):
+        return g if g[0] > 1.5 else 3 * g
+
+    def hooked(x):
+        y = x * x.sum()
+        y.register_hook(grow)
+        return y * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+
+    want = torch.autograd.functional.jacobian(hooked, PLACES[0])
+    with pytest.warns(PerformanceWarning, match="one after another(.|\n)*g\\[0\\] > 1.5"):
+        torch.testing.assert_close(jacrev(hooked)(PLACES[0]), want)
+    _, pull = vjp(hooked, PLACES[0])
+    torch.testing.assert_close(vmap(pull)(torch.eye(3, dtype=torch.float64))[0], want)

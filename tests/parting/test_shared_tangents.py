@@ -57,6 +57,26 @@ def only_some(write):
     return f
 
 
+def halved(x):
+    while x[0] > 0.6:
+        x = x / 2
+    return x * x
+
+
+def of_two_branches(x):
+    y = x * 3 if x.sum() > 0 else x * x[0]
+    return y * x
+
+
+def left_early(x):
+    for n in range(3):
+        if x[n % 2] > 1:
+            return x * n
+        x = x * x + n
+    return x
+
+
+READS = [halved, of_two_branches, left_early]
 WRITES = [only_some(w) for w in (doubled, one_entry, one_more, a_sum, a_view, twice, in_steps)]
 TAKEN = {
     "jvp": lambda f: lambda x: jvp(f, (x,), (ONES,)),
@@ -72,6 +92,14 @@ TAKEN = {
 @pytest.mark.parametrize("taken", TAKEN)
 @pytest.mark.parametrize("f", WRITES)
 def test_what_some_write_is_theirs(f, taken):
+    derived = TAKEN[taken](f)
+    told = difference(vmap(derived)(XS), loop(derived)(XS))
+    assert told is None, told
+
+
+@pytest.mark.parametrize("taken", TAKEN)
+@pytest.mark.parametrize("f", READS)
+def test_each_example_goes_its_way_with_it(f, taken):
     derived = TAKEN[taken](f)
     told = difference(vmap(derived)(XS), loop(derived)(XS))
     assert told is None, told

@@ -12,6 +12,7 @@ from forall._api.define_transform import define_transform_at_point
 from forall._api.execution.transform_decorator import make_replayable
 from forall._autodiff import jvp_level, reverse_mode
 from forall._autodiff.dual_tensor import make_dual, unpack_dual
+from forall._autodiff.jvp_by_double_vjp import repeat_draws
 from forall._compat import functorch_interop, pytree
 from forall._compat.autograd_graph import iterate_nodes
 from forall._compat.dispatch_state import functions_off, is_functorch_wrapped
@@ -22,12 +23,13 @@ from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.transform_call import call_transform
 from forall._compat.wrapper_tensor import has_history
 from forall._core.axes import move_axis_to_front
-from forall._core.errors import TransformCall
+from forall._core.errors import DataDependentError, TransformCall, warn_slow_path
 from forall._core.levels import Level, lift, run_outside, top
 from forall._divergence import convert_if_running
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.dispatch import run_vmap_level
+from forall._vmap.mutation.mutation_log import take_log_snapshots
 from forall._vmap.outer_graph import sum_leaving_cotangents
 from forall._vmap.vmap_level import CotangentLevel
 
@@ -208,15 +210,52 @@ class GraphPullback:
         if stacks[0].shape[0] == 1:  # a plain pass, without a level
             found = pull(tuple(self.outputs), tuple(s.squeeze(0) for s in stacks))
             return [None if g is None else g.unsqueeze(0) for g in found]
+        try:
+            return self._pull_back_together(pull, stacks)
+        except DataDependentError as error:
+            found = self._pull_back_in_turn(pull, stacks)
+            warn_slow_path(
+                "vjp: cotangents were pulled back one after another, not all at once: a backward "
+                "or a hook asks for numbers of its gradient, which differ.\n"
+                f"{str(error).splitlines()[1]}\n"
+                "Write it without Python's questions: torch.where instead of `if`, a fixed number "
+                "of steps instead of `while`."
+            )
+            return found
+
+    def _pull_back_together(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
+        """Pull all cotangents back in one pass, which is undone if they would go different ways."""
         level = CotangentLevel(stacks[0].shape[0], top())
-        with run_vmap_level(level), pass_lazy_zeros():
-            found = pull(tuple(self.outputs), tuple(wrap_stack(s, 0, level) for s in stacks))
+        log, around = level.state.mutation_log, take_log_snapshots(top())
+        log.undoable = True
+        try:
+            with run_vmap_level(level), pass_lazy_zeros():
+                found = pull(tuple(self.outputs), tuple(wrap_stack(s, 0, level) for s in stacks))
+        except DataDependentError:
+            log.before.undo()
+            for outer, mark in around:
+                outer.restore_snapshot(mark)
+            raise
         found = [None if g is None else self._unbatch_gradient(g, level) for g in found]
         if level.mark:
             with functions_off():
                 sum_leaving_cotangents(
                     level, [g for g in found if g is not None], self._get_recorded_nodes()
                 )
+        return found
+
+    def _pull_back_in_turn(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
+        """Pull one cotangent back after another, with the same random draws for each."""
+        pull_one = repeat_draws(lambda *cots: tuple(pull(tuple(self.outputs), cots)), stacks)
+        rows = [pull_one(*cots) for cots in zip(*(s.unbind(0) for s in stacks), strict=True)]
+        found = []
+        for column in zip(*rows, strict=True):
+            like = next((g for g in column if g is not None), None)
+            found.append(
+                None
+                if like is None
+                else torch.stack([torch.zeros_like(like) if g is None else g for g in column])
+            )
         return found
 
     def _get_recorded_nodes(self) -> set:

@@ -108,7 +108,7 @@ def _push_or_record(
 ) -> tuple[tuple, list]:
     """Return values and tangents of ``h``, also if the tangents are recorded on a tape."""
     if level.tapes is not None and level.outer_grad and getattr(h, "enters", False):
-        return _record_step(_repeat_draws(h, args), args, level, asked)
+        return _record_step(repeat_draws(h, args), args, level, asked)
     return _push_forward(h, args, level, asked)
 
 
@@ -243,7 +243,7 @@ class _LoweredFunction(torch.autograd.Function):
     def forward(ctx, h, level, *args):
         # Zeros for an unused output would be made without the batch axes of outer levels.
         ctx.set_materialize_grads(False)
-        ctx.h, ctx.level = _repeat_draws(h, args), level
+        ctx.h, ctx.level = repeat_draws(h, args), level
         ctx.save_for_backward(*args)
         asked = [i for i in range(len(args)) if ctx.needs_input_grad[i + 2]]
         with torch.enable_grad():
@@ -271,7 +271,7 @@ class _LoweredFunction(torch.autograd.Function):
         return None, None, *[next(found) if i in asked else None for i in range(n)]
 
 
-def _repeat_draws(h: Function, args: tuple) -> Function:
+def repeat_draws(h: Function, args: Sequence) -> Function:
     """Return ``h`` such that it always draws the random numbers that it would draw now."""
     again, states = resume_draws(operator.call), rng_state.save_states(args)
 

@@ -264,7 +264,7 @@ def merge_parts(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
 def _merge_parts(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
     inner = find_innermost_of(tuple(t for _, t in parts))
     if inner is None or inner.root is level.root or inner.is_outside(level):
-        parts = [(p, lift(t, p)) for p, t in parts]
+        parts = [(p, _lift_to_part(t, p)) for p, t in parts]
         with run_outside(level):
             made = unite_parts(parts, level)
     else:  # values of a level inside, each over one of the sub-levels
@@ -279,6 +279,12 @@ def _merge_parts(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
     return apply_own_function(
         MergeExamples, [made], level, [p for p, _ in parts], *(t for _, t in parts)
     )
+
+
+def _lift_to_part(t: Tensor, part: Any) -> Any:
+    """Return a value of ``part``, also where a tangent program runs on a value of more examples."""
+    lifted = lift(t, part)
+    return lifted if lifted.level is part else _restrict_to_level(lifted, part)
 
 
 class MergeExamples(torch.autograd.Function):
