@@ -420,7 +420,7 @@ def _find_hidden(thing: Any, level: Any) -> Any:
 def join_column(call: TransformCall, column: tuple, place: int | None, firsts: list[int]) -> Any:
     """Return one result of all groups, whose first examples have the numbers ``firsts``."""
     first = column[0]
-    if isinstance(first, torch.Tensor):
+    if all(isinstance(other, torch.Tensor) for other in column):
         if place is None:
             return first
         _check_same_shapes(call, column, place, firsts)

@@ -101,6 +101,12 @@ def is_numpy_value(a: Any) -> bool:
     return isinstance(a, (numpy.ndarray, numpy.generic))
 
 
+def is_numpy_number(a: Any) -> bool:
+    """Return True for a number or a truth value of numpy's own."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(a, (numpy.number, numpy.bool_))
+
+
 def call_ufunc(func: Any, method: str, inputs: tuple, kwargs: dict, level: Any) -> Any:
     """Implement __array_ufunc__ for values of ``level``."""
     if kwargs.get("out") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,20 @@ class _OpenRecords(exception_safety.RestoredState):
 
 
 _noting = _OpenRecords.make_instance()
+
+
+# They set the state of a generator that all examples share.
+SEEDERS = frozenset(
+    {
+        torch.manual_seed,
+        torch.seed,
+        torch.set_rng_state,
+        torch.cuda.manual_seed,
+        torch.cuda.manual_seed_all,
+        torch.cuda.set_rng_state,
+        random.Random.seed,
+    }
+)
 
 
 def save_states(leaves: Iterable[Any]) -> States:

@@ -11,6 +11,8 @@ from typing import Any
 
 from forall._ast_rewrite import Refusal, find_template
 from forall._compat.exception_safety import contextmanager
+from forall._compat.rng_state import SEEDERS
+from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import SourceLine
 from forall._core.divergence import Diverged
 from forall._core.python_snapshot import PythonSnapshot
@@ -368,6 +370,8 @@ def call_unconverted(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> A
         return interface.run_per_group(lambda: f(*args, **kwargs), merge)
     if _has_iterator((*owners, *args, *kwargs.values())):
         return _call_consuming(f, args, kwargs)
+    if type(f) is types.FunctionType and f in SEEDERS:
+        _refuse_seed_of_some(f, (*args, *kwargs.values()))
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
     run = functools.partial(f, *args, **kwargs)
     if thread.report is not None:
@@ -375,6 +379,13 @@ def call_unconverted(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> A
     if type(f) is types.FunctionType and f.__code__ in _refused:
         run = _wrap_noting_divergence(f.__code__, run)
     return subscripts.run_changing(changed, run, _take_snapshot(f, args, kwargs))
+
+
+def _refuse_seed_of_some(f: types.FunctionType, given: tuple) -> None:
+    """Raise if a call seeds a generator for some examples, since all of them draw from it."""
+    own = (interface.BatchedScalar, Wrapper)
+    if thread.parted or any(isinstance(v, own) for v in given):
+        raise Unsplittable(f"{f.__name__} for some examples: all draw from one generator")
 
 
 def _wrap_noting_divergence(code: types.CodeType, run: Callable[[], Any]) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._api.execution.single_run import DivergedGroups, run_together
+from forall._api.execution.single_run import DivergedGroups, needs_plain_numbers, run_together
 from forall._compat import pytree
 from forall._compat.storage import is_out_of_memory
 from forall._compat.tensor_subclass import unwrap_posed
@@ -108,6 +108,8 @@ class Obstacle(NamedTuple):
         place = _find_users_line(why)
         if isinstance(why, (CannotMerge, Unsplittable)):
             return cls(str(why), place, is_of_results=isinstance(why, SeveralKinds))
+        if needs_plain_numbers(why):
+            return cls("a function in C that takes Python's own numbers alone", place)
         text = str(why).partition("\n")[0]
         if isinstance(why, Warning) or (isinstance(why, Exception) and text.startswith("vmap")):
             # an error of forall's own, by design

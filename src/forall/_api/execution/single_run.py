@@ -16,6 +16,7 @@ from forall._api.memory_budget import suspend_memory_limit
 from forall._api.subclass_arguments import stack_by_class
 from forall._compat import functorch_interop, pytree, rng_state, tensordict, trace_modes
 from forall._compat.dispatch_state import functions_off
+from forall._compat.numpy_interop import is_numpy_number
 from forall._compat.private_api import count_dispatch_modes
 from forall._compat.storage import is_out_of_memory
 from forall._compat.tensor_subclass import is_of_users_class, restore_users_class, strip_users_class
@@ -102,7 +103,7 @@ def run_once(call: MappedCall) -> tuple[list, Any]:
     for r, place in zip(results, places, strict=True):
         if type(r) is BatchedScalar:
             r = number_to_tensor(r)
-        elif isinstance(r, (int, float, complex)) and place is not None:
+        elif place is not None and (isinstance(r, (int, float, complex)) or is_numpy_number(r)):
             r = torch.tensor(r)
         result = _take_out_result(r, place, level, call.places, seen)
         if call.options.ragged and place is not None and isinstance(result, torch.Tensor):
@@ -254,6 +255,8 @@ class Rollback:
             and options.must_rerun(options, level, error)
         ):
             parted, why = [[*range(level.size)]], error
+        if parted is None and needs_plain_numbers(error):
+            parted, why = [[n] for n in range(level.size)], error
         if parted is not None and self.state is not None:
             # Even if the signal did not arrive: a bare `except:` of the user's may have caught it.
             self._undo(self.state)
@@ -274,6 +277,11 @@ class Rollback:
         with suspend_memory_limit():
             self.level.state.mutation_log.before.undo()
             state.restore()
+
+
+def needs_plain_numbers(error: BaseException | None) -> bool:
+    """Return True for the error of a function in C that takes Python's own numbers alone."""
+    return type(error) in (TypeError, RuntimeError) and BatchedScalar.__name__ in str(error)
 
 
 def must_retry(call: MappedCall, error: BaseException | None) -> bool:
