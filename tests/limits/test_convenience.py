@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -208,6 +209,14 @@ def test_results_that_are_no_tensors():
     xs = rand(5, 3)
     same(vmap(f, chunk_size=2)(xs), vmap(f)(xs))
     same(vmap(vmap(lambda x: (x, 2, "a")))(rand(2, 3))[1], torch.full((2, 3), 2))
+
+
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+def test_numbers_of_numpy_are_stacked():
+    sums = vmap(lambda n: np.full(3, n.item()).sum())(torch.arange(4))
+    same(sums, torch.tensor([0, 3, 6, 9]))
+    same(vmap(lambda x: np.int64(3))(torch.ones(2)), torch.tensor([3, 3]))
+    same(vmap(lambda x: np.bool_(x.item() > 1))(torch.arange(3)), torch.tensor([0, 0, 1]).bool())
 
 
 def test_a_number_with_out_dims_none_stays_a_number():

@@ -228,10 +228,27 @@ def test_results_that_are_no_tensors_differ():
         vmap(f, out_dims=0): a result that is no tensor differs between the examples.
             example 0   'a'   str
             example 2   'b'   str
-        Tensors and numbers are stacked; anything else must be the same for all. Return it as a tensor.
+        Tensors and numbers are stacked; anything else must be the same for all. Return a tensor for each example.
         """,
     ):
         vmap(f, chunk_size=2)(X)
+
+
+def test_none_for_some_examples():
+    def f(x):
+        if x > 1:
+            return x * 2  # and else nothing
+
+    with refused(
+        ValueError,
+        """
+        vmap(f, out_dims=0): a result that is no tensor differs between the examples.
+            example 0   None        NoneType
+            example 2   float32[]   Tensor
+        Tensors and numbers are stacked; anything else must be the same for all. Return a tensor for each example.
+        """,
+    ):
+        vmap(f)(X)
 
 
 @pytest.mark.impure("uses up an iterator")

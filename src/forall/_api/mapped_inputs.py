@@ -428,16 +428,21 @@ def join_column(call: TransformCall, column: tuple, place: int | None, firsts: l
     for number, other in zip(firsts, column, strict=True):
         if not pytree.holds_same(first, other):
             rows = [
-                (f"example {firsts[0]}", format_short(first), type_name_of(first)),
-                (f"example {number}", format_short(other), type_name_of(other)),
+                (f"example {n}", format_short(_take_one(x, place)), type_name_of(x))
+                for n, x in ((firsts[0], first), (number, other))
             ]
             raise documented_error(ValueError, "result-is-no-tensor")(
                 f"{call}: a result that is no tensor differs between the examples.\n"
                 f"{format_columns(rows)}\n"
                 "Tensors and numbers are stacked; anything else must be the same for all. Return "
-                "it as a tensor."
+                "a tensor for each example."
             )
     return first
+
+
+def _take_one(x: Any, place: int | None) -> Any:
+    """Return the first of the examples that are stacked in a result, if it is a tensor."""
+    return x.select(place, 0) if isinstance(x, torch.Tensor) and place is not None else x
 
 
 def _check_same_shapes(call: TransformCall, column: tuple, place: int, firsts: list[int]) -> None:
