@@ -146,6 +146,15 @@ def array_of_numpy_in_python(v):
 
 
 @case(scalars)
+def number_of_numpy_on_one_way(x):
+    t = np.float64(0.5)
+    if x > 0:
+        t = x.item()
+    late = np.float64(1.0) - t
+    return x * float(late) if np.float64(0.6) < t else x + float(np.float64(2.0) * t)
+
+
+@case(scalars)
 def instance_tests(x):
     a = x if x > 0 else x.item()
     if isinstance(a, torch.Tensor):

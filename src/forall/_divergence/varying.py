@@ -27,6 +27,7 @@ class Varying:
 
     __slots__ = ("parts",)
     varies = True
+    __array_ufunc__ = None  # so that numpy leaves its operators to the reflected ones here
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
