@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from forall import grad, hessian, hessian_diag, hvp, jacrev, laplacian, stack_module_state, vmap
+from forall import (
+    functional_call,
+    grad,
+    hessian,
+    hessian_diag,
+    hvp,
+    jacrev,
+    laplacian,
+    stack_module_state,
+    vmap,
+)
 from golden import refused
 
 X = torch.arange(3.0)
@@ -236,8 +246,7 @@ def test_results_that_are_no_tensors_differ():
 
 def test_none_for_some_examples():
     def f(x):
-        if x > 1:
-            return x * 2  # and else nothing
+        return x * 2 if x > 1 else None
 
     with refused(
         ValueError,
@@ -291,6 +300,7 @@ def test_modules_that_differ():
         (nn.Linear(1, 1).eval(), "mode", "training", "evaluation"),
         (nn.Linear(1, 1, bias=False), "names", "weight, bias", "weight"),
         (frozen, "requires_grad of weight", "True", "False"),
+        (nn.Linear(2, 1), "shape of weight", "[1, 1]", "[1, 2]"),
     ):
         with refused(
             RuntimeError,
@@ -302,3 +312,83 @@ def test_modules_that_differ():
             """,
         ):
             stack_module_state([nn.Linear(1, 1), other], detach=False)
+
+
+@pytest.mark.parametrize("models", [nn.Linear(1, 1), [{"weight": X}]])
+def test_no_list_of_modules(models):
+    shown = "Linear(in_features=1, out_features=1, bias=True)   Linear"
+    with refused(
+        TypeError,
+        f"""
+        stack_module_state(models): models must be several modules.
+            models   {"[{'weight': float32[3]}]   list" if type(models) is list else shown}
+        Pass a list of them.
+        """,
+    ):
+        stack_module_state(models)
+
+
+def test_functional_call_of_no_module():
+    with refused(
+        TypeError,
+        """
+        functional_call(module, parameters, args): the first argument must be a module.
+            module   {'weight': float32[3]}   dict
+        The module comes first, then the dict of its parameters, then the arguments.
+        """,
+    ):
+        functional_call({"weight": X}, nn.Linear(3, 1), (X,))  # pyright: ignore[reportArgumentType]
+
+
+def test_functional_call_without_names():
+    with refused(
+        ValueError,
+        """
+        functional_call(module, parameters, args): parameters are given by name, in a dict.
+            parameters   float32[3]   Tensor
+        Make it one: {name: p.detach() for name, p in module.named_parameters()}.
+        """,
+    ):
+        functional_call(nn.Linear(3, 1), [X], (X,))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_module_in_the_place_of_its_parameters():
+    with refused(
+        ValueError,
+        """
+        grad(total, argnums=0): there is no tensor to differentiate with respect to.
+            differentiated   Linear(in_features=1, out_features=1, bias=True)   Linear
+        Pass its parameters as a dict, {name: p.detach() for name, p in net.named_parameters()}, and
+        call it by functional_call(net, parameters, (x,)).
+        """,
+    ):
+        grad(total)(nn.Linear(1, 1))
+
+
+def test_modules_that_are_mapped():
+    with refused(
+        ValueError,
+        """
+        vmap(total, in_dims=0): only tensors can be mapped.
+            args[0][0]   ReLU()   in_dims 0   ReLU
+        To run several modules, map their parameters, parameters, _ = stack_module_state(models),
+        and call one by functional_call(models[0], parameters, (x,)).
+        """,
+    ):
+        vmap(total)([nn.ReLU(), nn.ReLU()])
+
+
+def test_parameters_that_are_an_iterator():
+    def given():
+        yield X
+
+    made = given()
+    with refused(
+        ValueError,
+        f"""
+        grad(total, argnums=0): there is no tensor to differentiate with respect to.
+            differentiated   {repr(made)[:57]}...   generator
+        What an iterator will give is not seen. Make it a list, or a dict.
+        """,
+    ):
+        grad(total)(made)

@@ -36,7 +36,7 @@ def test_not_callable(verb):
 # --- argnums -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("argnums", ["0", [0], None])
+@pytest.mark.parametrize("argnums", [[0], 1.0])
 def test_argnums_of_a_wrong_type(argnums):
     with refused(
         RuntimeError,
@@ -47,6 +47,36 @@ def test_argnums_of_a_wrong_type(argnums):
         """,
     ):
         grad(total, argnums=argnums)(X)
+
+
+def test_a_name_for_argnums():
+    with refused(
+        RuntimeError,
+        """
+        grad(total, argnums='x'): argnums must be an int or a tuple of ints.
+            argnums   'x'   str
+        Names go in argnames: grad(f, argnames='x').
+        """,
+    ):
+        grad(total, argnums="x")(X)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_point_for_argnums():
+    with refused(
+        RuntimeError,
+        """
+        jacrev(total, argnums=float32[3]): argnums must be an int or a tuple of ints.
+            argnums   float32[3]   Tensor
+        The arguments of f come in a second call: jacrev(f)(x).
+        """,
+    ):
+        jacrev(total, X)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_point_in_a_second_call():
+    with pytest.raises(TypeError) as caught:
+        vjp(total)(X)
+    assert caught.value.__notes__ == ["vjp runs at once: write vjp(f, x), not vjp(f)(x)."]
 
 
 def test_an_argnum_of_a_wrong_type():
@@ -321,6 +351,18 @@ def test_cotangents_of_another_tree():
         """,
     ):
         pull((X, X))
+
+
+def test_two_cotangents_as_two_arguments():
+    with refused(
+        TypeError,
+        """
+        vjp(same): the cotangents are one argument, shaped like the output.
+            second argument   float32[3]
+        For an output that is a tuple pass a tuple: pull((c1, c2)).
+        """,
+    ):
+        vjp(same, X)[1](X, X)
 
 
 def test_a_cotangent_of_another_shape():

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 
 from forall import vmap
@@ -46,6 +47,42 @@ def test_chunk_size_below_one():
         """,
     ):
         vmap(total, chunk_size=0)
+
+
+def test_a_list_of_examples_of_several_sizes():
+    with refused(
+        ValueError,
+        """
+        vmap(total, in_dims=0): the mapped axes differ in size.
+            args[0][0]   float32[3, 2]   in_dims 0   size 3
+            args[0][1]   float32[2, 2]   in_dims 0   size 2
+        args[0] is a tree of arguments. If it shall be the list of the examples, stack it, or for
+        several sizes torch.nested.nested_tensor(args[0], layout=torch.jagged).
+        """,
+    ):
+        vmap(total)([X, X[:2]])
+
+
+def test_in_dims_in_the_wrong_call():
+    with refused(
+        ValueError,
+        """
+        vmap(total, in_dims=0): the mapped axes differ in size.
+            args[0]   float32[3, 2]   in_dims 0   size 3
+            args[1]   float32[2]      in_dims 0   size 2
+        in_dims belongs to vmap: vmap(f, in_dims=...)(x).
+        """,
+    ):
+        vmap(total)(X, X[0], in_dims=(0, None))
+
+
+def test_a_keyword_argument_that_looks_mapped():
+    with pytest.raises(RuntimeError) as caught:
+        vmap(lambda x, w: x @ w)(X, w=X)
+    assert caught.value.__notes__[-1] == (
+        "vmap: w was passed by keyword, so all examples share it. To map it, name the mapped "
+        "arguments: in_dims={'x': 0, 'w': 0}."
+    )
 
 
 def test_in_dims_of_a_wrong_type():

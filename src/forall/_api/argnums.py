@@ -228,20 +228,12 @@ def find_places(
         return _check_distinct(
             call, "argnums", argnums, tuple(_check_argnum(call, args, a) for a in argnums)
         )
-    raise documented_error(RuntimeError, "argnums-type")(
-        f"{call}: argnums must be an int or a tuple of ints.\n"
-        f"{format_columns([('argnums', format_short(argnums), type_name_of(argnums))])}\n"
-        "Count the positional arguments from 0."
-    )
+    raise argument_checks.make_argnums_error(call, argnums)
 
 
 def _check_argnum(call: TransformCall, args: tuple, argnum: Any) -> int:
     if not isinstance(argnum, int):
-        raise documented_error(RuntimeError, "argnums-type")(
-            f"{call}: argnums must be an int or a tuple of ints.\n"
-            f"{format_columns([('argnums', format_short(argnum), type_name_of(argnum))])}\n"
-            "Count the positional arguments from 0."
-        )
+        raise argument_checks.make_argnums_error(call, argnum)
     n = len(args)
     if not -n <= argnum < n:
         can = f"Give an int in [{-n}, {n}), and pass" if n else "Pass"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +203,18 @@ def check_primals_tuple(call: TransformCall, given: Any) -> None:
         )
 
 
+def make_argnums_error(call: TransformCall, given: Any) -> RuntimeError:
+    cure = "Count the positional arguments from 0."
+    if isinstance(given, str):
+        cure = f"Names go in argnames: {call.verb}(f, argnames={given!r})."
+    elif not isinstance(given, (int, float, list)):
+        cure = f"The arguments of f come in a second call: {call.verb}(f)(x)."
+    return documented_error(RuntimeError, "argnums-type")(
+        f"{call}: argnums must be an int or a tuple of ints.\n"
+        f"{format_columns([('argnums', format_short(given), type_name_of(given))])}\n{cure}"
+    )
+
+
 def check_differentiable(
     call: TransformCall, x: torch.Tensor, error: type[Exception] = RuntimeError
 ) -> torch.Tensor:
@@ -220,8 +233,30 @@ def make_no_tensor_error(call: TransformCall, leaves: list) -> ValueError:
     return documented_error(ValueError, "nothing-to-differentiate")(
         f"{call}: there is no tensor to differentiate with respect to.\n"
         f"{format_columns(rows)}\n"
-        f"{suggest_registration(leaves[0]) or 'Make it a tensor: torch.tensor(x).'}"
+        f"{suggest_tree(leaves[0], _AS_ARGUMENTS) or 'Make it a tensor: torch.tensor(x).'}"
     )
+
+
+_AS_ARGUMENTS = (
+    "Pass its parameters as a dict, {name: p.detach() for name, p in net.named_parameters()}, and\n"
+    "call it by functional_call(net, parameters, (x,))."
+)
+_AS_STACKS = (
+    "To run several modules, map their parameters, parameters, _ = stack_module_state(models),\n"
+    "and call one by functional_call(models[0], parameters, (x,))."
+)
+
+
+def suggest_tree(x: Any, of_module: str = _AS_STACKS) -> str:
+    """Return the cure for a leaf in which tensors may be that nobody sees; "" for any other leaf.
+
+    ``of_module`` is the cure for a module.
+    """
+    if isinstance(x, torch.nn.Module):
+        return of_module
+    if isinstance(x, Iterator):
+        return "What an iterator will give is not seen. Make it a list, or a dict."
+    return suggest_registration(x)
 
 
 def suggest_registration(x: Any) -> str:
@@ -378,6 +413,16 @@ def check_same_dtype_device(call: TransformCall, primals: list, tangents: list) 
         raise documented_error(RuntimeError, "tangent-mismatch")(
             f"{call}: a tangent must have its primal's dtype and device.\n{format_columns(rows)}\n"
             "Convert it: t.to(x)."
+        )
+
+
+def check_one_cotangent(call: TransformCall, second: Any) -> None:
+    """Check the second argument of a pull-back, which is none for another output."""
+    if isinstance(second, torch.Tensor):
+        raise documented_error(TypeError, "cotangent-mismatch")(
+            f"{call}: the cotangents are one argument, shaped like the output.\n"
+            f"{format_columns([('second argument', format_short(second))])}\n"
+            "For an output that is a tuple pass a tuple: pull((c1, c2))."
         )
 
 

@@ -13,6 +13,7 @@ import inspect
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, dynamo_call
@@ -46,6 +47,9 @@ def define_transform(
         @functools.wraps(make_eager)
         def transform(func: Callable, *args: Any, **kwargs: Any) -> Callable:
             argument_checks.check_callable(own.verb, func)
+            if args and isinstance(args[0], torch.Tensor) and own.names[:1] == ["argnums"]:
+                call = TransformCall(own.verb, func, argnums=args[0])
+                raise argument_checks.make_argnums_error(call, args[0])
             eager = own.function(func, *args, **kwargs)
             options, shortcuts = own.bind_options(args, kwargs), {}
             if own.makers and not is_dynamo_compiling():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._compat import functorch_interop
 from forall._compat.documented_error import documented_error
-from forall._core.errors import format_columns
+from forall._core.errors import format_columns, format_short, type_name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +59,7 @@ def functional_call(
         return functorch_interop.call_torch_func(
             "functional_call", *given, tie_weights=tie_weights, strict=strict
         )
+    _check_module(module, parameter_and_buffer_dicts)
     own = _save_slots(module)
     try:
         return functorch_interop.call_torch_func(
@@ -66,6 +68,24 @@ def functional_call(
     finally:
         for slots, tensors in own:
             slots.update(tensors)
+
+
+def _check_module(module: Any, given: Any) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise documented_error(TypeError, "functional-call")(
+            "functional_call(module, parameters, args): the first argument must be a module.\n"
+            f"{format_columns([('module', format_short(module), type_name_of(module))])}\n"
+            "The module comes first, then the dict of its parameters, then the arguments."
+        )
+    dicts = given if isinstance(given, (list, tuple)) else [given]
+    for d in dicts:
+        if not isinstance(d, dict):
+            raise documented_error(ValueError, "functional-call")(
+                "functional_call(module, parameters, args): parameters are given by name, in a "
+                "dict.\n"
+                f"{format_columns([('parameters', format_short(d), type_name_of(d))])}\n"
+                "Make it one: {name: p.detach() for name, p in module.named_parameters()}."
+            )
 
 
 def _save_slots(module: torch.nn.Module) -> list[tuple[dict, dict]]:
@@ -127,24 +147,42 @@ def stack_module_state(
                 [1., 1.],
                 [1., 1.]])
     """
+    if detach and torch.compiler.is_dynamo_compiling():
+        return functorch_interop.call_torch_func("stack_module_state", models)
+    models = _check_models(models)
+    parameters = _check_by_name([dict(m.named_parameters()) for m in models])
+    buffers = _check_by_name([dict(m.named_buffers()) for m in models])
     if detach:
         return functorch_interop.call_torch_func("stack_module_state", models)
-    if not len(models):
+    return _stack_by_name(parameters), _stack_by_name(buffers)
+
+
+def _check_models(models: Any) -> list[torch.nn.Module]:
+    given = [*models] if isinstance(models, Iterable) else [models]
+    if not given:
         raise documented_error(RuntimeError, "stack-modules")(
             "stack_module_state(models): there is no module to stack.\nPass at least one."
         )
-    _check_alike("class", [type(m).__name__ for m in models], [type(m) for m in models])
-    _check_alike("mode", ["training" if m.training else "evaluation" for m in models])
-    return (
-        _stack_by_name([dict(m.named_parameters()) for m in models]),
-        _stack_by_name([dict(m.named_buffers()) for m in models]),
-    )
+    if given == [models] or not all(isinstance(m, torch.nn.Module) for m in given):
+        rows = [("models", format_short(models), type_name_of(models))]
+        raise documented_error(TypeError, "stack-modules")(
+            f"stack_module_state(models): models must be several modules.\n{format_columns(rows)}\n"
+            "Pass a list of them."
+        )
+    _check_alike("class", [type(m).__name__ for m in given], [type(m) for m in given])
+    _check_alike("mode", ["training" if m.training else "evaluation" for m in given])
+    return given
+
+
+def _check_by_name(tensors: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    _check_alike("names", [", ".join(t) for t in tensors])
+    for name in tensors[0]:
+        _check_alike(f"shape of {name}", [str([*t[name].shape]) for t in tensors])
+        _check_alike(f"requires_grad of {name}", [str(t[name].requires_grad) for t in tensors])
+    return tensors
 
 
 def _stack_by_name(tensors: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    _check_alike("names", [", ".join(t) for t in tensors])
-    for name in tensors[0]:
-        _check_alike(f"requires_grad of {name}", [str(t[name].requires_grad) for t in tensors])
     return {name: torch.stack([t[name] for t in tensors]) for name in tensors[0]}
 
 

@@ -185,7 +185,7 @@ def _check_dim(
         raise documented_error(ValueError, "only-tensors-mapped")(
             f"{call}: only tensors can be mapped.\n"
             f"{format_columns(rows)}\n"
-            f"{argument_checks.suggest_registration(leaf) or cure}"
+            f"{argument_checks.suggest_tree(leaf) or cure}"
         )
     if leaf.is_nested:
         if dim % leaf.dim():
@@ -221,6 +221,22 @@ def find_arg_paths(args: tuple, kwargs: dict) -> list[str]:
     return found + [
         "kwargs" + pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(kwargs)[0]
     ]
+
+
+def note_shared_keywords(error: Exception, kwargs: dict, size: int) -> None:
+    """Add a note to a user's error if a shared keyword argument looks like one for each example."""
+    alike = [
+        name
+        for name, a in kwargs.items()
+        if any(
+            isinstance(x, torch.Tensor) and [*x.shape[:1]] == [size] for x in pytree.get_leaves(a)
+        )
+    ]
+    if alike:
+        error.add_note(
+            f"vmap: {alike[0]} was passed by keyword, so all examples share it. To map it, name the "
+            f"mapped arguments: in_dims={{'x': 0, {alike[0]!r}: 0}}."
+        )
 
 
 def _make_misfit_error(
@@ -266,10 +282,29 @@ def _make_sizes_error(
     call: TransformCall, args: tuple, kwargs: dict, leaves: list, dims: list
 ) -> ValueError:
     rows = _describe_sizes(args, kwargs, leaves, dims)
+    cure = "All must have one size. To share an argument between examples, give it in_dims=None."
+    if "in_dims" in kwargs:
+        cure = "in_dims belongs to vmap: vmap(f, in_dims=...)(x)."
+    elif path := _find_list_of_examples(args, leaves, dims):
+        cure = (
+            f"{path} is a tree of arguments. If it shall be the list of the examples, stack it, or "
+            f"for\nseveral sizes torch.nested.nested_tensor({path}, layout=torch.jagged)."
+        )
     return documented_error(ValueError, "axes-differ")(
-        f"{call}: the mapped axes differ in size.\n{format_columns(rows)}\n"
-        "All must have one size. To share an argument between examples, give it in_dims=None."
+        f"{call}: the mapped axes differ in size.\n{format_columns(rows)}\n{cure}"
     )
+
+
+def _find_list_of_examples(args: tuple, leaves: list, dims: list) -> str:
+    """Return the path of an argument that is a list of tensors of several sizes; "" for none."""
+    leaves = [(leaf, d) for leaf, d in zip(leaves, dims, strict=True)]
+    for i, a in enumerate(args):
+        n = len(pytree.get_leaves(a))
+        own, leaves = leaves[:n], leaves[n:]
+        if type(a) in (list, tuple) and n == len(a) and all(d is not None for _, d in own):
+            if len({leaf.size(d) for leaf, d in own}) > 1:
+                return f"args[{i}]"
+    return ""
 
 
 def _make_axis_size_error(

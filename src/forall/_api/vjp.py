@@ -75,9 +75,14 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         (tensor([43.,  2.]),)
     """
     call = TransformCall("vjp", func)
-    pull, value, aux = call_transform(
-        record_pullback, call, make_replayable(func), primals, has_aux
-    )
+    try:
+        pull, value, aux = call_transform(
+            record_pullback, call, make_replayable(func), primals, has_aux
+        )
+    except TypeError as error:
+        if not primals:  # it lacks arguments
+            error.add_note("vjp runs at once: write vjp(f, x), not vjp(f)(x).")
+        raise
 
     @functorch_interop.exclude_from_dynamo
     def vjp_fn(
@@ -85,6 +90,7 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     ) -> tuple:
         """Pull cotangents, shaped like the output, back to the primals."""
         del create_graph  # decided by what the result can reach
+        argument_checks.check_one_cotangent(call, retain_graph)
         cots = argument_checks.check_cotangents(call, pull.outputs, pull.out_spec, cotangents)
         found = call_transform(pull.pull_back_at, top(), cots, retain_graph=retain_graph)
         return pull.moved.unflatten_results(found)

@@ -276,7 +276,14 @@ class VmapSpec(NamedTuple):
         axis = None if axis_name is None else arguments.make_axis(axis_name, chunk_size, ranks)
         draws = CallRandomness(randomness)
         whole = MappedCall(func, arguments, places, draws, origin, told, axis=axis)
-        found = run_mapped_call(whole) if chunk_size is None else run_in_chunks(whole, chunk_size)
+        try:
+            found = (
+                run_mapped_call(whole) if chunk_size is None else run_in_chunks(whole, chunk_size)
+            )
+        except Exception as error:
+            if kwargs and not isinstance(in_dims, dict):
+                mapped_inputs.note_shared_keywords(error, kwargs, size)
+            raise
         leaves, spec = found
         if local is not None and ranks is not None:
             leaves = local.make_results(leaves, places.expand_to_leaves(spec), ranks)

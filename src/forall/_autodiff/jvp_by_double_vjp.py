@@ -356,10 +356,11 @@ def _make_cotangent(y: torch.Tensor) -> torch.Tensor:
     A pull-back is linear, but its code may ask about the cotangent: an iterative solver has nothing
     to do for zeros, and few steps for equal numbers. Sines of 1, 2, 3, ... are neither.
     """
-    ones = torch.ones_like(y)
-    if y.is_nested or y.layout is not torch.strided:
-        return ones
-    return ones.flatten().cumsum(0).sin().view_as(y)
+    if y.is_nested:
+        return torch.ones_like(y)
+    if y.layout is not torch.strided:
+        return torch.zeros_like(y)
+    return torch.ones_like(y).flatten().cumsum(0).sin().view_as(y)
 
 
 def _transpose_pullback(ys: list, us: list, xs: list, ts: list) -> list:
