@@ -234,8 +234,8 @@ def note_shared_keywords(error: Exception, kwargs: dict, size: int) -> None:
     ]
     if alike:
         error.add_note(
-            f"vmap: {alike[0]} was passed by keyword, so all examples share it. To map it, name the "
-            f"mapped arguments: in_dims={{'x': 0, {alike[0]!r}: 0}}."
+            f"vmap: {alike[0]} was passed by keyword, so all examples share it. To map it, name "
+            f"the mapped arguments: in_dims={{'x': 0, {alike[0]!r}: 0}}."
         )
 
 
@@ -297,13 +297,12 @@ def _make_sizes_error(
 
 def _find_list_of_examples(args: tuple, leaves: list, dims: list) -> str:
     """Return the path of an argument that is a list of tensors of several sizes; "" for none."""
-    leaves = [(leaf, d) for leaf, d in zip(leaves, dims, strict=True)]
+    pairs = iter(zip(leaves, dims, strict=True))
     for i, a in enumerate(args):
-        n = len(pytree.get_leaves(a))
-        own, leaves = leaves[:n], leaves[n:]
-        if type(a) in (list, tuple) and n == len(a) and all(d is not None for _, d in own):
-            if len({leaf.size(d) for leaf, d in own}) > 1:
-                return f"args[{i}]"
+        own = [next(pairs) for _ in pytree.get_leaves(a)]
+        sizes = {None if d is None else leaf.size(d) for leaf, d in own}
+        if type(a) in (list, tuple) and len(own) == len(a) and None not in sizes and len(sizes) > 1:
+            return f"args[{i}]"
     return ""
 
 
