@@ -1,6 +1,7 @@
 """What is said of one example: that it failed, that its time is over, that it has no memory."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -33,6 +34,19 @@ def test_a_value_of_an_example_after_the_call():
         The examples are there one by one during the call alone. Return it from the function, or take all examples together: forall.stacked(value).
         """,
     ):
+        _ = kept[0] + 1
+
+
+def test_a_value_of_an_example_inside_a_gradient():
+    kept = []
+
+    def keep(x):
+        kept.append(x * 2)
+        return x.sum()
+
+    vmap(grad(keep))(X)
+    place = f"{__file__}:{inspect.getsourcelines(keep)[1]}"
+    with pytest.raises(RuntimeError, match=f"made in   keep, at {re.escape(place)}"):
         _ = kept[0] + 1
 
 

@@ -13,6 +13,17 @@ from golden import refused
 X = torch.arange(6.0).reshape(3, 2)
 
 
+def test_a_lazy_module():
+    with refused(
+        RuntimeError,
+        """
+        vmap: a lazy module makes its parameters in its first call, for all examples.
+        Call it once outside vmap, on one example: net(xs[0]).
+        """,
+    ):
+        vmap(torch.nn.LazyLinear(4), randomness="different")(X)
+
+
 @pytest.mark.parametrize("target", ["itself", "a view made inside"])
 def test_a_write_of_an_examples_data_into_a_shared_tensor(target):
     buffer = torch.zeros(2)

@@ -15,6 +15,7 @@ import torch
 from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import SourceLine, find_users_line
+from forall._core.code_table import find_code
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -255,7 +256,7 @@ def escaped_value_error(
     if origin is not None:
         if origin.is_users:
             call = str(origin.call)
-            code = getattr(origin.call.func, "__code__", None)
+            code = find_code(origin.call.func)
             if code is not None:
                 rows.append(
                     ("made in", f"{name_of(origin.call.func)}, at {SourceLine.from_code(code)}")

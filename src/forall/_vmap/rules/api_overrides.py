@@ -296,6 +296,11 @@ def _set_data(x: Tensor, new: Tensor) -> Any:
     """Run ``x.data = new``: x becomes an alias of new's memory, without new's autograd history."""
     if type(x) is not BatchedTensor:
         if type(new) is BatchedTensor:
+            if torch.nn.parameter.is_lazy(x):
+                raise documented_error(RuntimeError, "shared-write")(
+                    "vmap: a lazy module makes its parameters in its first call, for all examples."
+                    "\nCall it once outside vmap, on one example: net(xs[0])."
+                )
             raise shared_write_error("x.data = ..", x, [new])
         return NotImplemented
     if has_any_tangent(x.value):
