@@ -85,6 +85,23 @@ for _ in range(50):
 torch.testing.assert_close(value, losses[49, 0], rtol=1e-3, atol=1e-5)
 
 # %% [markdown]
+# ## By an optimizer
+#
+# `stack_module_state` returns leaves, and an optimizer of `torch.optim` works number by number. So
+# it trains all models, if it is given the stacks. Each loss depends on one model alone. So the
+# gradient of their sum holds the gradient of each.
+
+# %%
+leaves, _ = stack_module_state(networks)
+optimizer = torch.optim.SGD(leaves.values(), lr=0.02, momentum=0.9)
+for _ in range(50):
+    values = vmap(loss)(leaves, rows)
+    optimizer.zero_grad()
+    values.sum().backward()
+    optimizer.step()
+torch.testing.assert_close(values.detach(), losses[49], rtol=1e-3, atol=1e-5)
+
+# %% [markdown]
 # ## What the ensemble knows
 #
 # The parameters are mapped, and the inputs are shared between the models: `in_dims=(0, None)`.
