@@ -1,7 +1,8 @@
 """Adds pages that are files elsewhere in the repository, and shows formulas without a script.
 
 A link in such a file is relative to the file, so that it works where the repository is browsed. For
-the site it is made relative to the page. Formulas (``$x^2$``) become MathML.
+the site it is made relative to the page. Formulas (``$x^2$``) become MathML. Code with prompts is
+marked as such, so that it can be copied without them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,27 @@ PAGES = {
     "reference/benchmarks.md": "benchmarks/results.md",
     "reference/benchmarks_gpu.md": "benchmarks/results_h100.md",
 }
+# How much a page weighs in the search, where it is not 1: pages of records come after those that
+# explain, and what is for contributors after what is for users.
+_WEIGHTS = {
+    "getting_started.md": 2.0,
+    "guides/control_flow.md": 2.0,
+    "reference/vmap.md": 2.0,
+    "about/": 0.5,
+    "architecture/": 0.5,
+    "about/changelog.md": 0.1,
+    "reference/benchmarks": 0.1,
+    "reference/clients.md": 0.1,
+    "reference/coverage.md": 0.1,
+    "reference/limitations.md": 0.1,
+}
 _PICTURES = {f"reference/{name}": f"benchmarks/{name}" for name in ("results.png", "parting.png")}
 _PLACES = {source: page for page, source in (PAGES | _PICTURES).items()}
 _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?\)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+_PROMPTED = re.compile(r"^( *```)python(?=\n *>>> )", re.MULTILINE)
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_CODE = re.compile(r"<code>[^<]*</code>")
 _ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&"}
 
 
@@ -69,16 +87,23 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Move links from a page in docs to files outside it."""
+    """Move links from a page in docs to files outside it, and mark code that has prompts."""
     path = page.file.src_uri
+    weights = [weight for start, weight in _WEIGHTS.items() if path.startswith(start)]
+    if weights:
+        page.meta["search"] = {"boost": min(weights)}
+    markdown = _PROMPTED.sub(r"\1pycon", markdown)
     return markdown if path in PAGES else _move_links(markdown, f"docs/{path}", path)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Turn formulas into MathML, which browsers show without a script."""
+    """Turn formulas into MathML, which browsers show without a script; let paths in tables wrap."""
 
     def turn(m: re.Match[str]) -> str:
         text = re.sub("&(?:lt|gt|amp);", lambda e: _ENTITIES[e[0]], m[3])
         return convert(text, display="inline" if m[2] == "(" else "block")
 
-    return _FORMULA.sub(turn, html)
+    def wrap(cell: re.Match[str]) -> str:
+        return _CODE.sub(lambda code: re.sub(r"(?<=\w)/(?=\w)", "/<wbr>", code[0]), cell[0])
+
+    return _CELL.sub(wrap, _FORMULA.sub(turn, html))
