@@ -25,10 +25,10 @@ from torch import Tensor
 
 from forall._auto_replay.policy import AutoReplayCache, _check_replay, _is_same
 from forall._compat import pytree, rng_state
+from forall._compat.call_site import OURS
 from forall._compat.private_api import get_version, has_global_hooks
 from forall._compat.storage import has_memory
 from forall._compat.transform_call import call_transform
-from forall._core.call_site import OURS
 from forall._jit.backends.python_source import compile_python
 from forall._jit.cache.call_key import is_free
 from forall._jit.cache.call_state import EagerKind

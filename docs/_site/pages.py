@@ -44,7 +44,7 @@ _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?\)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _PROMPTED = re.compile(r"^( *```)python(?=\n *>>> )", re.MULTILINE)
 _CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
-_CODE = re.compile(r"<code>[^<]*</code>")
+_PATH = re.compile(r"<code>\w+/[\w/.]*</code>")
 _ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&"}
 
 
@@ -104,6 +104,6 @@ def on_page_content(html: str, **_: Any) -> str:
         return convert(text, display="inline" if m[2] == "(" else "block")
 
     def wrap(cell: re.Match[str]) -> str:
-        return _CODE.sub(lambda code: re.sub(r"(?<=\w)/(?=\w)", "/<wbr>", code[0]), cell[0])
+        return _PATH.sub(lambda path: re.sub(r"(?<=\w)[/_](?=\w)", r"\g<0><wbr>", path[0]), cell[0])
 
     return _CELL.sub(wrap, _FORMULA.sub(turn, html))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 import types
 import warnings
@@ -34,6 +36,13 @@ def test_a_newer_release_is_warned_of(monkeypatch):
     with pytest.warns(UserWarning, match=r"torch 2\.99\.0\+cpu is newer.*2\.10 to") as told:
         versions.warn_if_untested()
     assert "collect_env" in str(told[0].message)
+
+
+def test_the_warning_of_a_newer_release_names_the_line_that_imports(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text('import torch\ntorch.__version__ = "2.99.0"\nimport forall\n')
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert run.stderr.startswith(f"{script}:3: UserWarning: forall: torch 2.99.0 is newer")
 
 
 def test_a_function_that_torch_no_longer_calls_is_an_error():

@@ -118,14 +118,23 @@ def test_a_kind_that_is_recorded_anew_says_how_often():
 
 
 def test_a_kind_that_is_not_recorded_says_why():
-    f = jit(lambda x: x * x.sum().item())
-    with pytest.warns(PerformanceWarning, match="looks at numbers"):
+    def scaled(x):
+        return x * x.sum().item()
+
+    f = jit(scaled)
+    with pytest.warns(PerformanceWarning, match="looks at numbers") as told:
         f(X)
     f(X)
+    line = scaled.__code__.co_firstlineno + 1
+    head, where, cure = str(told[0].message).splitlines()
+    assert head.startswith("jit(scaled): not recorded, so run as it is: ")
+    assert where.endswith(f"test_kinds.py:{line}   return x * x.sum().item()")
+    assert cure == "Write the function without that, or leave jit out."
+    assert told[0].filename == __file__
     (kind,) = f.kinds()
     assert kind.why is not None
     assert "looks at numbers" in kind.why
-    assert str(kind) == f"<lambda>(float32[2]): not recorded: {kind.why}"
+    assert str(kind) == f"scaled(float32[2]): not recorded: {kind.why}"
     assert f.cache_info() == (0, 2, 64, 1)
 
 

@@ -180,8 +180,11 @@ def test_strictly_exported_module_computes_what_the_module_does(name):
 def test_derivatives_do_not_go_through_an_exported_transform():
     """They would be those of the operators recorded, which need not be the module's."""
     net = Net(lambda net, x: net.of(x) * forall.vmap(net.of)(x))
-    with pytest.warns(UserWarning, match="Derivatives of the exported program do not go through"):
+    with pytest.warns(
+        UserWarning, match="Derivatives of the exported program do not go through"
+    ) as told:
         exported = export(net, (X,)).module()
+    assert told[0].filename == __file__
     (expected,) = torch.autograd.grad((net.of(X) * net.of(X).detach()).sum(), net.scale)
     (found,) = torch.autograd.grad(exported(X).sum(), exported.scale)
     close(found, expected)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._api.execution.transform_decorator import ReplayableCalls, Transform
-    from forall._core.call_site import SourceLine
+    from forall._compat.call_site import SourceLine
 
     Measure = Callable[[Callable[[], Any]], MeasuredCall]
 

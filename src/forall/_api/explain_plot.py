@@ -11,7 +11,7 @@ from forall._compat.documented_error import documented_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forall._core.call_site import SourceLine
+    from forall._compat.call_site import SourceLine
     from forall._divergence.report_records import Step
 
 # Colours for the colour-blind (Okabe and Ito, 2008); they repeat from the first.

@@ -9,7 +9,7 @@ from forall._divergence.report import Report
 
 if TYPE_CHECKING:
     from forall._api.operator_costs import OperatorCost
-    from forall._core.call_site import SourceLine
+    from forall._compat.call_site import SourceLine
     from forall._divergence.report_records import Function, Parting, Step
 
 

@@ -20,7 +20,7 @@ from forall._api.operator_costs import (
     format_seconds,
     format_share,
 )
-from forall._core.call_site import SourceLine
+from forall._compat.call_site import SourceLine
 from forall._core.errors import format_bytes
 
 if TYPE_CHECKING:

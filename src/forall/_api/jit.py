@@ -62,8 +62,8 @@ def jit(
     results equal to rounding. Draws, views and what a compiler refuses stay Python's; of the latter
     a `PerformanceWarning` tells. Both halves of a derivative are compiled, what a derivative of the
     second one needs is not. ``"cudagraphs"`` copies arguments and captured tensors to where the
-    graph reads them with each call, so it is for many small operators; it is tested on a made-up
-    device alone.
+    graph reads them with each call, so it is for many small operators. It needs a CUDA device,
+    where ``make gpu`` tests it.
 
     With ``fastmath`` products of matrices are taken in the order that costs least, and sums with
     them in one operator. ``(s[:, None] * v) @ w.T`` for a thousand ``s`` becomes one product of all

@@ -21,9 +21,9 @@ from forall._compat import (
     pytree,
     trace_modes,
 )
+from forall._compat.call_site import find_users_instruction
 from forall._compat.tensor_subclass import is_of_users_class
 from forall._compat.transform_call import call_transform
-from forall._core.call_site import find_users_instruction
 from forall._core.errors import CallOrigin, TransformCall
 from forall._core.levels import stack
 from forall._divergence.converted_call import collect_report

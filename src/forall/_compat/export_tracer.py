@@ -13,13 +13,13 @@ NOTE [tracing before autograd]
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _python_dispatch
 
 from forall._compat import pytree, trace_modes
+from forall._compat.call_site import warn_users_line
 from forall._compat.dispatch_state import functions_off
 from forall._compat.private_api import (
     pop_functions,
@@ -51,12 +51,11 @@ def call_after_autograd(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _warn() -> None:
-    warnings.warn(
+    warn_users_line(
         "torch.export records a transform of forall as the operators that compute its values. "
         "Derivatives of the exported program do not go through it: there its results are "
         "detached.\nExport under torch.no_grad() if no derivative is to be taken.",
         UserWarning,
-        stacklevel=2,
     )
 
 

@@ -45,7 +45,7 @@ def warn_if_untested() -> None:
         f"({_name_tested_releases()}).\n"
         "Where torch has changed what it keeps private, results may differ from the loop's. Report "
         "such a result as an issue, with what `python -m torch.utils.collect_env` prints.",
-        stacklevel=2,
+        stacklevel=3,  # from here by `import forall` to the user's line
     )
 
 

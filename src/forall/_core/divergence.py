@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forall._core.call_site import find_users_line
+from forall._compat.call_site import find_users_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._core.call_site import SourceLine
+    from forall._compat.call_site import SourceLine
 
 
 class Diverged(BaseException):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from forall._compat.call_site import SourceLine, find_users_line, warn_users_line
 from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import SourceLine, find_users_line
 from forall._core.code_table import find_code
 
 if TYPE_CHECKING:
@@ -68,16 +67,9 @@ class RankError(CollectiveError):
         self.told: set[str] = set()  # the process groups whose ranks all raise it
 
 
-_WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
-_FIRST: dict[str, SourceLine] = {}
-
-
 def warn_slow_path(text: str) -> None:
     """Warn of a slow path at the user's line; once, unless the user's filters show more."""
-    place = _FIRST.get(text)
-    if place is None or (text, PerformanceWarning, place.line) not in _WARNED:
-        place = _FIRST[text] = find_users_line()
-    warnings.warn_explicit(text, PerformanceWarning, *place, registry=_WARNED)
+    warn_users_line(text, PerformanceWarning)
 
 
 def format_columns(rows: list[tuple[str, ...]]) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forall._compat.call_site import find_users_line
 from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import find_users_line
 from forall._core.errors import AxisError, format_columns
 from forall._core.levels import stack
 

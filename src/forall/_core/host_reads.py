@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.call_site import OURS, find_users_frame
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import OURS, find_users_frame
 from forall._core.errors import format_short
 from forall._core.levels import stack
 

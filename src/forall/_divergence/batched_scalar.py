@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import pytree
+from forall._compat.call_site import find_users_line
 from forall._compat.devices import find_new_device
 from forall._compat.dispatch_state import functions_off, no_dispatch
-from forall._core.call_site import find_users_line
 from forall._core.errors import format_columns
 from forall._core.levels import stack
 from forall._divergence import scalar_storage

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from forall._ast_rewrite import Refusal, find_template
+from forall._compat.call_site import SourceLine
 from forall._compat.exception_safety import contextmanager
 from forall._compat.rng_state import SEEDERS
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import SourceLine
 from forall._core.divergence import Diverged
 from forall._core.python_snapshot import PythonSnapshot
 from forall._divergence import pure_call, subscripts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from forall._core.call_site import SourceLine, find_users_frame
+from forall._compat.call_site import SourceLine, find_users_frame
 from forall._core.divergence import Diverged
 from forall._core.errors import name_of
 from forall._divergence.report_records import Function, Parting, Step

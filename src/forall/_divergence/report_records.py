@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forall._core.call_site import SourceLine
+from forall._compat.call_site import SourceLine
 
 
 class Parting(NamedTuple):

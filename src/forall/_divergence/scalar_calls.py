@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._compat.call_site import SourceLine
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.private_api import PLAIN
-from forall._core.call_site import SourceLine
 from forall._core.host_reads import notify_host_read
 from forall._core.levels import stack
 from forall._divergence import scalar_storage

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from forall._compat import exception_safety
-from forall._core.call_site import OURS, SourceLine, find_users_frame
+from forall._compat.call_site import OURS, SourceLine, find_users_frame
 from forall._core.levels import stack
 from forall._divergence.heap import HeapSlot, Split, Unsplittable
 from forall._divergence.join import Parts, merge

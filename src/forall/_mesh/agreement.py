@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from forall._compat import process_groups
+from forall._compat.call_site import OURS, TORCH
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.documented_error import documented_error
 from forall._core import communication_log, config
-from forall._core.call_site import OURS, TORCH
 from forall._core.communication_log import LogEntry
 from forall._core.errors import RankError, format_columns
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING, TypeVar
 
-from forall._core.call_site import find_users_line_within
+from forall._compat.call_site import find_users_line_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable

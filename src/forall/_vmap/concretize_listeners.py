@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from forall._compat import trace_modes
-from forall._compat.dispatch_state import functions_off, no_dispatch
-from forall._compat.documented_error import documented_error
-from forall._compat.exception_safety import contextmanager
-from forall._core.call_site import (
+from forall._compat.call_site import (
     OURS,
     TORCH,
     SourceLine,
     find_users_frame,
     find_users_line,
 )
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.documented_error import documented_error
+from forall._compat.exception_safety import contextmanager
 from forall._core.divergence import Diverged
 from forall._core.errors import TransformCall, format_columns
 from forall._core.levels import stack

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from forall._compat import functorch_interop
+from forall._compat.call_site import OURS, TORCH, find_users_frame
 from forall._compat.dispatch_state import (
     ACCUMULATION,
     AUTOGRAD,
@@ -40,7 +41,6 @@ from forall._compat.tensor_subclass import (
 )
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core import nested_tensor
-from forall._core.call_site import OURS, TORCH, find_users_frame
 from forall._core.errors import collective_error, note_missing_axis
 from forall._core.levels import (
     activate_level,

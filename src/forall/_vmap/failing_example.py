@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat import pytree, rng_state
+from forall._compat.call_site import find_users_line
 from forall._compat.dispatch_state import functions_off
 from forall._compat.op_schema import find_written_args
 from forall._compat.wrapper_tensor import unwrap_all
-from forall._core.call_site import find_users_line
 from forall._core.divergence import Diverged
 from forall._core.errors import CollectiveError, DataDependentError, format_columns
 from forall._core.levels import run_outside_all

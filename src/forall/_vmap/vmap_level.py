@@ -21,7 +21,7 @@ from forall._vmap.active_set.example_set import ExampleSet
 from forall._vmap.mutation.mutation_log import MutationLog
 
 if TYPE_CHECKING:
-    from forall._core.call_site import SourceLine
+    from forall._compat.call_site import SourceLine
 
 
 class VmapConfig(NamedTuple):

@@ -13,10 +13,10 @@ import torch
 
 from forall._api.execution.single_run import DivergedGroups, needs_plain_numbers, run_together
 from forall._compat import pytree
+from forall._compat.call_site import SourceLine, find_users_frame
 from forall._compat.storage import is_out_of_memory
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import SourceLine, find_users_frame
 from forall._core.code_table import CodeSet, find_code
 from forall._core.divergence import Diverged, TimeExceeded
 from forall._core.errors import CollectiveError, format_columns, name_of, warn_slow_path

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from forall._api.execution.mapped_call import MappedCall
     from forall._api.execution.side_effect_free import Bindings
     from forall._api.execution.transform_decorator import ReplayableCalls
-    from forall._core.call_site import SourceLine
+    from forall._compat.call_site import SourceLine
 
     Strategy = Callable[[MappedCall], tuple[list, Any]]
 

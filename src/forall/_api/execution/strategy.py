@@ -21,7 +21,7 @@ from forall._api.execution.loop_or_batch import run_cheaper
 from forall._api.execution.python_loop import restate_error
 from forall._api.execution.single_run import DivergedGroups, run_together
 from forall._api.nested_components import NestedExamples, group_by_shape
-from forall._core.call_site import SourceLine
+from forall._compat.call_site import SourceLine
 from forall._core.code_table import CodeTable, find_code
 from forall._core.levels import stack
 from forall._divergence import thread

@@ -219,12 +219,18 @@ class CompiledSubgraph:
                     *map(_copy_with_layout, tensors)
                 )  # the call's own error, if it has one, is raised
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        warn_slow_path(f"{self.call}: a piece is not compiled, so run by Python: {why}.")
+        warn_slow_path(
+            f"{self.call}: a piece is not compiled, so run by Python: {why}.\n"
+            f"Without backend={self.backend!r} nothing is compiled."
+        )
         return self.plain
 
     def _find_obstacle(self, tensors: Sequence[Tensor]) -> str | None:
         if any(t.is_conj() or t.is_neg() for t in tensors):
-            return "a tensor's conjugation or negation is yet to be done"
+            return (
+                "a tensor's conjugation or negation is yet to be done "
+                "(.resolve_conj() or .resolve_neg() does it)"
+            )
         if self.backend == "inductor":
             return None
         if not all(t.is_cuda or fixed for t, fixed in zip(tensors, self.fixed, strict=True)):
@@ -232,7 +238,7 @@ class CompiledSubgraph:
         if len({t.device for t in tensors if t.is_cuda}) > 1:
             return "its tensors are on several GPUs"
         if any(0 in t.stride() and t.numel() > 1 for t in tensors):
-            return "an expanded tensor has no place of its own on the GPU"
+            return "an expanded tensor has no place of its own on the GPU (.contiguous() makes one)"
         return None
 
     def _run_backend(self, examples: list[Tensor]) -> Callable:

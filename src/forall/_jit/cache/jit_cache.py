@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forall._compat import pytree
 from forall._compat.transform_call import call_transform
-from forall._core.errors import TransformCall, name_of, warn_slow_path
+from forall._core.errors import TransformCall, format_columns, name_of, warn_slow_path
 from forall._jit.cache.cache_info import (
     CacheInfo,
     Kind,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from forall._compat.call_site import SourceLine
     from forall._jit.static_args import StaticArguments
 
 _TIMES = 4  # recordings of one kind whose data-dependent answers change
@@ -152,7 +153,7 @@ class JitCache(CallCache):
             self.waiting.keep_last(kind, (count + 1, seen))
             return made.result
         if made.recorded is None:
-            self._keep_eager(kind, given, made.why or "")
+            self._keep_eager(kind, given, made.why or "", made.place)
         elif (
             made.recorded.traits.asks and made.recorded.traits.writes_outside
         ):  # half done where it fails
@@ -166,9 +167,17 @@ class JitCache(CallCache):
             self.known.keep_last(kind, made.recorded)
         return made.result
 
-    def _keep_eager(self, kind: Any, given: tuple[tuple, dict], why: str) -> EagerKind:
+    def _keep_eager(
+        self, kind: Any, given: tuple[tuple, dict], why: str, place: SourceLine | None = None
+    ) -> EagerKind:
         """Report once why a kind is not recorded, and keep an entry that says so."""
-        warn_slow_path(f"{TransformCall('jit', self.func)}: not recorded, so run as it is: {why}.")
+        at = ""
+        if place is not None and place.text():
+            at = format_columns([("at", place.near(), place.text())]) + "\n"
+        warn_slow_path(
+            f"{TransformCall('jit', self.func)}: not recorded, so run as it is: {why}.\n{at}"
+            "Write the function without that, or leave jit out."
+        )
         made = EagerKind(describe_arguments(*given), why)
         self.known.keep_last(kind, made)
         return made

@@ -54,6 +54,7 @@ from forall._jit.tracing.tracer import TELLING, Tracer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from forall._compat.call_site import SourceLine
     from forall._jit.graph import Program, Subgraph
     from forall._jit.tracing.joint_graph import BackwardHalf
 
@@ -75,6 +76,7 @@ class TraceOutcome(NamedTuple):
     moved: bool = False  # the reason is a change of Python's state, which a first call may set up
     recorded: CacheEntry | None = None  # the cache entry, when the steps were taken
     operators: int = 0  # that the call ran
+    place: SourceLine | None = None  # the user's line that is the reason
 
     def finish_program(self) -> TraceOutcome:
         """Take all steps; return the outcome with its cache entry."""
@@ -201,7 +203,7 @@ class TracedCall:
         # Run it once more, unseen by the user, on detached arguments.
         with self.before.repeat_draws():
             alone = self._trace(_detach_leaves(self.leaves), None)
-        return made._replace(steps=alone.steps, why=alone.why)
+        return made._replace(steps=alone.steps, why=alone.why, place=alone.place)
 
     def _trace(self, leaves: list, given: tuple[tuple, dict] | None) -> TraceOutcome:
         guards, tensors = self.guards, [*filter(_is_tensor, leaves)]
@@ -235,7 +237,8 @@ class TracedCall:
         back = record_backward(recorder, tensors, ends, self.asked, certain=self.certain)
         program = recorder.make_program(ends if views is None else views.numbers)
         if program is None:
-            return TraceOutcome(result, None, recorder.why, moved, operators=operators)
+            why, place = recorder.why, recorder.place
+            return TraceOutcome(result, None, why, moved, operators=operators, place=place)
         if back is None and views is not None:
             return TraceOutcome(result, None, SHARED)
         if back is not None:

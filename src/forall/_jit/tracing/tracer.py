@@ -29,6 +29,7 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.assertions import REQUIRE, raises_on_host
+from forall._compat.call_site import OURS, TORCH, SourceLine, find_users_line
 from forall._compat.devices import synchronize_devices
 from forall._compat.dispatch_state import functions_off, in_torch_func
 from forall._compat.exception_safety import contextmanager
@@ -39,7 +40,6 @@ from forall._compat.storage import get_storage_id, has_memory
 from forall._compat.tensor_subclass import CALLS_ON
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core import rank_ops
-from forall._core.call_site import OURS, TORCH
 from forall._core.escaped_values import dispatch_without_mode
 from forall._jit.deadline import (
     NO_DEADLINE,
@@ -148,6 +148,7 @@ class Tracer(DispatchMode):
         self.nodes: list[OpNode] = []
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
+        self.place: SourceLine | None = None  # the user's line that is the reason
         self.given: Any = None  # function, args and kwargs of the torch call that is under way
         self._draws = RecordedDraws(inputs, generators)
         self._phase: _Phase | None = None
@@ -273,6 +274,7 @@ class Tracer(DispatchMode):
     def stop_recording(self, why: str) -> None:
         if self.why is None:
             self.why = why
+            self.place = find_users_line() if self._phase is _Phase.ANSWERS else None
         self.nodes, self.constants = [], {}
 
     def add_hidden_constant(self, t: torch.Tensor) -> None:

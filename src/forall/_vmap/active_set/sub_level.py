@@ -23,8 +23,8 @@ from weakref import ref
 import torch
 
 from forall._compat.bitset import to_int
+from forall._compat.call_site import SourceLine, find_users_line
 from forall._compat.dispatch_state import functions_off, no_dispatch
-from forall._core.call_site import SourceLine, find_users_line
 from forall._vmap.active_set.example_set import ExampleSet
 from forall._vmap.vmap_level import VmapLevel
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -77,3 +78,15 @@ def find_users_line() -> SourceLine:
     """Return the innermost line that is neither ours nor torch's."""
     frame = find_users_frame(sys._getframe(1))
     return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
+
+_WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
+_FIRST: dict[str, SourceLine] = {}
+
+
+def warn_users_line(text: str, category: type[Warning]) -> None:
+    """Warn at the user's line; once for each text, unless the user's filters show more."""
+    place = _FIRST.get(text)
+    if place is None or (text, category, place.line) not in _WARNED:
+        place = _FIRST[text] = find_users_line()
+    warnings.warn_explicit(text, category, *place, registry=_WARNED)
