@@ -106,18 +106,21 @@ def test_a_backend_that_there_is_not(backend):
 
 
 def test_inductor_without_a_compiler(monkeypatch):
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    from torch._inductor import config
+    from torch._inductor import config  # it reads the variable, and keeps what that was
 
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
-    with refused(
-        RuntimeError,
-        """
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    without = config.patch("cpp.cxx", ("/nowhere/g++",))  # monkeypatch would not put it back
+    with (
+        without,
+        refused(
+            RuntimeError,
+            """
         jit(scaled, backend='inductor'): this machine cannot run that backend.
             backend   'inductor'
             missing   a C++ compiler that works
         It needs g++ or clang++; the environment's CXX names another. backend='python' needs nothing.
         """,
+        ),
     ):
         jit(scaled, backend="inductor")
 
