@@ -357,29 +357,99 @@ FLAGS = [
 ]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+def browse(page, *flags):
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={page.parent / 'profile'}", *flags]
+    return subprocess.run(
+        [*command, page.as_uri()], capture_output=True, text=True, check=True, timeout=120
+    )
+
+
+@in_a_browser
 def test_a_browser_shows_the_page(tmp_path):
     pictures = pytest.importorskip("matplotlib.image")
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
     e = explain_diverging()
     e.to_html(page)
-
-    def browse(*flags):
-        command = [
-            CHROMIUM,
-            *FLAGS,
-            f"--user-data-dir={tmp_path / 'profile'}",
-            *flags,
-            page.as_uri(),
-        ]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-
-    dom = browse("--dump-dom").stdout
+    dom = browse(page, "--dump-dom").stdout
     assert f"<h1>{e.call}</h1>" in dom
     assert dom.count("<section>") == e.to_html().count("<section>")
     assert dom.count("<path") == e.to_html().count("<path")
-    browse("--window-size=420,1200", f"--screenshot={picture}")
+    browse(page, "--window-size=420,1200", f"--screenshot={picture}")
     pixels = pictures.imread(picture)[..., :3]
     colours = {tuple(c) for c in (pixels.reshape(-1, 3) * 255).round().astype(int).tolist()}
     assert (0, 0x72, 0xB2) in colours  # the first line's cells
     assert len(colours) > 20
+
+
+# What notebooks say of tables and code in their outputs.
+NOTEBOOK = """
+.output table { table-layout: fixed; margin-left: auto; font-size: 12px; }
+.output td, .output th, .output tr { text-align: right; padding: 9px; white-space: normal; }
+.output tbody tr:nth-child(odd) { background: #f5f5f5; }
+.output tbody tr:hover { background: #e0e0e0; }
+.output :not(pre) > code { background-color: #eeeeee; padding: 1px 5px; color: #000000; }
+.output pre { white-space: pre-wrap; background: #eeeeee; }
+.output h2 { font-weight: 400; color: #000000; }
+"""
+ASK = """
+const of = (what) => getComputedStyle(document.querySelector(".forall-explanation " + what));
+const found = [
+  getComputedStyle(document.querySelector(".forall-explanation")).backgroundColor,
+  of("h2").color, of("h2").fontWeight, of("code").backgroundColor, of("code").color,
+  of(".source td:nth-child(3)").textAlign, of(".source td:nth-child(3)").whiteSpace,
+  of(".source tr:nth-child(3)").backgroundColor, of(".source").tableLayout, of("td").paddingLeft,
+];
+document.title = found.join("; ");
+"""
+LIGHT, DARK = ("rgb(255, 255, 255)", "rgb(28, 32, 36)"), ("rgb(21, 24, 27)", "rgb(228, 231, 234)")
+
+
+@in_a_browser
+@pytest.mark.parametrize("systems", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("theme", "colours"),
+    [
+        ("", LIGHT),
+        ('data-jp-theme-light="true"', LIGHT),
+        ('data-jp-theme-light="false"', DARK),
+        ('class="vscode-dark"', DARK),
+        ('theme="dark"', DARK),
+    ],
+)
+def test_a_notebook_shows_it_by_its_own_theme_and_the_explanations_style(
+    theme, colours, systems, tmp_path
+):
+    page = tmp_path / "page.html"
+    fragment = explain_diverging()._repr_html_()
+    page.write_text(
+        f"<!DOCTYPE html><html><head><style>{NOTEBOOK}</style></head><body {theme}>"
+        f'<div class="output">{fragment}</div><script>{ASK}</script></body></html>'
+    )
+    scheme = {"dark": 0, "light": 1}[systems]
+    dom = browse(page, f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom").stdout
+    found = re.search("<title>(.*)</title>", dom)[1].split("; ")
+    back, text = colours
+    none = "rgba(0, 0, 0, 0)"
+    assert found == [
+        *(back, text, "600", none, text),
+        *("left", "pre", none, "auto", "9.6px"),
+    ]
+
+
+@in_a_browser
+@pytest.mark.parametrize(("scheme", "colours"), [(0, DARK), (1, LIGHT)])
+def test_the_page_is_dark_where_the_system_is(scheme, colours, tmp_path):
+    page = tmp_path / "page.html"
+    explain_diverging().to_html(page)
+    page.write_text(page.read_text().replace("</body>", f"<script>{ASK}</script></body>"))
+    dom = browse(page, f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom").stdout
+    assert re.search("<title>(.*)</title>", dom)[1].split("; ")[:2] == [*colours]
+
+
+def test_a_notebook_is_not_asked_for_the_systems_colours():
+    """It may be light on a dark system."""
+    assert "prefers-color-scheme" not in explain_plain()._repr_html_()
+    assert "prefers-color-scheme" in explain_plain().to_html()

@@ -34,32 +34,39 @@ _STEPS, _EXAMPLES, _OPERATORS, _GROUPS = 600, 200, 20, 6
 _AROUND = 3  # lines around a test that are shown of a long function
 _WHOLE = 40  # lines of a function that is shown whole
 
-_STYLE = """
+_DARK = """color-scheme: dark; --text: #e4e7ea; --muted: #a3abb3; --line: #3a4149;
+  --page: #15181b; --panel: #1e2327; --empty: #2b3137; --bar: #2f5f88; --mark: #463a16;"""
+# Notebooks whose theme is dark: JupyterLab, VS Code, Colab. The system may be light, and they dark.
+_IN_THE_DARK = ':is([data-jp-theme-light="false"], .vscode-dark, [theme="dark"])'
+# Of the id in the selector there is no element: it makes the rules stronger than a notebook's own.
+_STYLE = (
+    """
 .forall-explanation { color-scheme: light; --text: #1c2024; --muted: #5b636b; --line: #d7dce1;
   --page: #ffffff; --panel: #f4f6f8; --empty: #e6e9ed; --bar: #9fc4e4; --mark: #fff1cf;
   background: var(--page); color: var(--text); padding: 1rem;
   font: 16px/1.5 system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) { .forall-explanation { color-scheme: dark;
-  --text: #e4e7ea; --muted: #a3abb3; --line: #3a4149; --page: #15181b; --panel: #1e2327;
-  --empty: #2b3137; --bar: #2f5f88; --mark: #463a16; } }
+_IN_THE_DARK .forall-explanation { _DARK }
 .forall-explanation * { box-sizing: border-box; }
 .forall-explanation > * { max-width: 62rem; margin-left: auto; margin-right: auto; }
 .forall-explanation h1 { font: 600 1.5rem/1.3 ui-monospace, monospace; margin-top: 0;
   margin-bottom: .25rem; overflow-wrap: anywhere; }
 .forall-explanation section + h1 { margin-top: 3rem; font-size: 1.25rem; }
-.forall-explanation h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
+.forall-explanation h2 { font: 600 1.15rem/1.3 system-ui, sans-serif; margin: 0 0 .5rem; }
+.forall-explanation :is(h1, h2) { color: inherit; letter-spacing: normal; }
 .forall-explanation section { margin-top: 1.75rem; }
 .forall-explanation p { margin-top: .25rem; margin-bottom: .25rem; }
 .forall-explanation .muted { color: var(--muted); }
 .forall-explanation ul, .forall-explanation ol { margin: .25rem 0; padding-left: 1.5rem; }
-.forall-explanation code, .forall-explanation pre { font: .85rem/1.5 ui-monospace, monospace; }
+.forall-explanation :is(code, pre) { font: .85rem/1.5 ui-monospace, monospace; color: inherit;
+  background: none; border: 0; padding: 0; }
 .forall-explanation .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px;
   background: var(--panel); }
-.forall-explanation pre { margin: 0; padding: .75rem; background: none; color: inherit; }
+.forall-explanation pre { margin: 0; padding: .75rem; white-space: pre; }
 .forall-explanation table { border-collapse: collapse; width: 100%; font-size: .9rem;
-  color: inherit; }
-.forall-explanation th, .forall-explanation td { padding: .2rem .6rem; text-align: left;
-  background: none; white-space: nowrap; }
+  color: inherit; table-layout: auto; margin: 0; border: 0; }
+.forall-explanation tr { background: none; }
+.forall-explanation :is(th, td) { padding: .2rem .6rem; text-align: left; vertical-align: middle;
+  line-height: 1.5; background: none; border: 0; white-space: nowrap; max-width: none; }
 .forall-explanation th { color: var(--muted); font-weight: 600;
   border-bottom: 1px solid var(--line); }
 .forall-explanation .number { text-align: right; font-variant-numeric: tabular-nums; }
@@ -68,7 +75,7 @@ _STYLE = """
   border-radius: 2px; }
 .forall-explanation .operators td:first-child { white-space: normal; }
 @media (max-width: 40rem) { .forall-explanation .bar { display: none; }
-  .forall-explanation th, .forall-explanation td { padding: .2rem .4rem; }
+  .forall-explanation :is(th, td) { padding: .2rem .4rem; }
   .forall-explanation table { font-size: .8rem; } }
 .forall-explanation .source td { padding-top: 0; padding-bottom: 0; }
 .forall-explanation .source td:nth-child(3) { white-space: pre; }
@@ -90,7 +97,10 @@ _STYLE = """
 .forall-explanation .key code { overflow-wrap: anywhere; }
 .forall-explanation .swatch { flex: none; display: inline-block; width: .8rem; height: .8rem;
   border-radius: 2px; }
-"""
+""".replace("_IN_THE_DARK", _IN_THE_DARK)
+    .replace("_DARK", _DARK)
+    .replace(".forall-explanation", ":is(.forall-explanation, #forall)")
+)
 
 
 def make_page(explanation: ExplainedCall) -> str:
@@ -101,7 +111,8 @@ def make_page(explanation: ExplainedCall) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(explanation.call)}: how it ran</title>\n"
         "<style>body { margin: 0; background: #ffffff; }\n"
-        "@media (prefers-color-scheme: dark) { body { background: #15181b; } }</style>\n"
+        "@media (prefers-color-scheme: dark) { body { background: #15181b; }\n"
+        f"  body > :is(.forall-explanation, #forall) {{ {_DARK} }} }}</style>\n"
         f"</head>\n<body>\n{make_fragment(explanation)}\n</body>\n</html>\n"
     )
 
