@@ -208,6 +208,11 @@ def test_a_page_can_be_written(tmp_path):
     assert e._repr_html_() in e.to_html()
 
 
+def test_a_terminal_shows_the_text():
+    e = explain_plain()
+    assert repr(e) == str(e)
+
+
 # --- vmaps inside other transforms ---------------------------------------------------------------
 
 
@@ -391,6 +396,7 @@ NOTEBOOK = """
 .output tbody tr:nth-child(odd) { background: #f5f5f5; }
 .output tbody tr:hover { background: #e0e0e0; }
 .output :not(pre) > code { background-color: #eeeeee; padding: 1px 5px; color: #000000; }
+.output code { white-space: pre-wrap; }
 .output pre { white-space: pre-wrap; background: #eeeeee; }
 .output h2 { font-weight: 400; color: #000000; }
 """
@@ -399,7 +405,7 @@ const of = (what) => getComputedStyle(document.querySelector(".forall-explanatio
 const found = [
   getComputedStyle(document.querySelector(".forall-explanation")).backgroundColor,
   of("h2").color, of("h2").fontWeight, of("code").backgroundColor, of("code").color,
-  of(".source td:nth-child(3)").textAlign, of(".source td:nth-child(3)").whiteSpace,
+  of(".source td:nth-child(3)").textAlign, of(".source td code").whiteSpace,
   of(".source tr:nth-child(3)").backgroundColor, of(".source").tableLayout, of("td").paddingLeft,
 ];
 document.title = found.join("; ");

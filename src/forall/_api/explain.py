@@ -100,13 +100,13 @@ def explain(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation(ExplainedCall):
-    """The report on one call of a transformed function: ``str`` gives the text.
+    """The report on one call of a transformed function: it prints as text.
 
     ``to_html`` gives a page, ``format_operators`` a table of operators, and ``plot`` a picture of
     the examples of a `vmap`. The other transforms have no examples, and what tells of these is
-    empty. ``str`` has no times, so that it is the same for each call that runs in the same way.
+    empty. The text has no times, so that it is the same for each call that runs in the same way.
 
     Time and memory are measured by torch's profiler, around this one call. It sees each operator
     that forall or torch's autograd ran on ordinary tensors: a batching rule counts with what it ran
@@ -172,6 +172,8 @@ class Explanation(ExplainedCall):
                 parts.append(f"{title}\n{format_columns(rows)}")
         parts += [f"inside: {explained}" for explained in self.inside]
         return "\n\n".join(parts)
+
+    __repr__ = __str__  # also where a terminal shows it
 
     def format_operators(self) -> str:
         """Return the table of operators as text: calls, time, share of it, and bytes allocated."""

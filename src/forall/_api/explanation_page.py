@@ -58,7 +58,7 @@ _IN_THE_DARK .forall-explanation { _DARK }
 .forall-explanation .muted { color: var(--muted); }
 .forall-explanation ul, .forall-explanation ol { margin: .25rem 0; padding-left: 1.5rem; }
 .forall-explanation :is(code, pre) { font: .85rem/1.5 ui-monospace, monospace; color: inherit;
-  background: none; border: 0; padding: 0; }
+  background: none; border: 0; padding: 0; white-space: inherit; }
 .forall-explanation .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px;
   background: var(--panel); }
 .forall-explanation pre { margin: 0; padding: .75rem; white-space: pre; }
