@@ -98,13 +98,15 @@ coverage: $(VENV)/.installed
 	$(RUN) tests/sweep/run.py --shard $(MACHINES) --json sweep.jsonl --resume --out docs/reference/coverage.md
 
 # Random programs, others at each run: about an hour on one core, and half an hour for those that are recorded.
-# PROGRAMS is for each transform, RECORDED for all calls of recorded programs.
+# PROGRAMS is for each transform, RECORDED for all calls of recorded programs, NAMED for programs of named axes.
 PROGRAMS ?= 40000
 RECORDED ?= 5000
+NAMED ?= 1000
 fuzz: $(VENV)/.installed
 	FORALL_PROGRAMS=$(PROGRAMS) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/limits/test_random_programs.py
 	FORALL_PROGRAMS=$(RECORDED) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/jit/test_random_programs.py
 	FORALL_PROGRAMS=$(RECORDED) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/replay/test_random_code.py
+	FORALL_PROGRAMS=$(NAMED) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/mesh/test_random_programs_*.py
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .

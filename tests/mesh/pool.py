@@ -61,7 +61,10 @@ class Pool:
     def call(
         self, name: str, *args: Any, size: int | None = None, seconds: float = SECONDS
     ) -> list[Any]:
-        """Return what ``rank_programs.name(mesh, *args)`` returns on each of the first ranks."""
+        """Return what ``name(mesh, *args)`` returns on each of the first ranks.
+
+        It is a function of `rank_programs`, or one of another module here by ``"module.name"``.
+        """
         if self.lost is not None:
             raise RanksLostError(f"an earlier call was not answered: {self.lost}")
         size = size or self.size
@@ -122,7 +125,6 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) 
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
-    programs = importlib.import_module("mesh.rank_programs")
     groups = [dist.new_group([*range(count)]) for count in range(1, size + 1)]
     meshes: dict[int, DeviceMesh] = {}
     while True:
@@ -137,7 +139,9 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) 
             group = groups[among - 1]
             meshes[among] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
         try:
-            answer = getattr(programs, name)(meshes[among], *args)
+            module, _, function = name.rpartition(".")
+            programs = importlib.import_module(f"mesh.{module or 'rank_programs'}")
+            answer = getattr(programs, function)(meshes[among], *args)
         except BaseException as error:
             answer = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(answer)

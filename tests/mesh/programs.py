@@ -33,6 +33,13 @@ class Named:
     def dims(x):
         return x.dim()
 
+    @staticmethod
+    def choose(x, one, other):
+        """Return ``one`` for an example of which the sum is positive: examples part here."""
+        if x.sum() > 0:
+            return one.sin()
+        return other
+
 
 class Explicit:
     """The same on stacks: the examples of axis i are dim i, those of an example come after."""
@@ -43,6 +50,10 @@ class Explicit:
 
     def dims(self, x):
         return x.dim() - len(self.names)
+
+    def choose(self, x, one, other):
+        dims = [*range(len(self.names), x.dim())]
+        return torch.where(x.sum(dims, keepdim=True) > 0, one.sin(), other)
 
     def axis_size(self, names):
         names = names if isinstance(names, tuple) else (names,)

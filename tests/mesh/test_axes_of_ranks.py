@@ -7,18 +7,11 @@ from torch.utils._pytree import tree_leaves
 import forall
 from forall import vmap
 from mesh import rank_programs
-from mesh.pool import Pool, ask
+from mesh.pool import ask
 from mesh.programs import EXAMPLES, PROGRAMS
 from mesh.transforms import INSIDE, named
 
 TRANSFORMS = ("grad", "vjp", "jvp", "linearize", "jacrev", "hessian", "grad of grad", "backward")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def test_each_rank_is_an_example(pool):

@@ -19,13 +19,6 @@ SIZES = {1: (3,), 2: (2, 1), 3: (1, 1, 1), 4: (1, 0, 2, 0)}
 WHOLE = {1: (8,), 2: (5, 3), 3: (3, 1, 4), 4: (2, 0, 2, 4)}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(4)
-    yield pool
-    pool.close()
-
-
 def join(answers):
     """Return the rows of all ranks, for each tensor in their answers."""
     return [torch.cat(rows) for rows in zip(*map(tree_leaves, answers), strict=True)]
