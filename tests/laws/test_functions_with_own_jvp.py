@@ -242,3 +242,49 @@ def test_an_error_of_the_rule_is_the_users_and_leaves_nothing():
     with pytest.raises(ValueError, match="no such tangent"):
         jvp(lambda x: Raises.apply(x, W), (X[0],), (T[0],))
     same(jvp(torch.sin, (X[0],), (T[0],))[1], X[0].cos() * T[0])
+
+
+class AsItIs(Function):
+    """Results and tangents are those given. Torch's forward mode takes a view of them alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(_tag, *xs):
+        return xs
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, *gradients
+
+    @staticmethod
+    def jvp(ctx, _tag, *tangents):
+        return tangents
+
+
+def test_a_tangent_may_be_given_on_as_it_is():
+    p = W.clone().requires_grad_()
+
+    def f(x):
+        y, z = AsItIs.apply("tag", x * p, x.sin())
+        return y * z
+
+    def truth(x):
+        return x * p * x.sin()
+
+    def rows(f):
+        return torch.stack([f(x, t) for x, t in zip(X, T, strict=True)])
+
+    same(jvp(f, (X[0],), (T[0],)), torch.func.jvp(f, (X[0],), (T[0],)))
+    wanted = rows(lambda x, t: jvp(truth, (x,), (t,))[1])
+    same(vmap(lambda x, t: jvp(f, (x,), (t,))[1])(X, T), wanted)
+    same(jvp(vmap(f), (X,), (T,))[1], wanted)
+    same(vmap(jacfwd(f))(X), vmap(jacfwd(truth))(X))
+    of_sum = lambda f: lambda x: f(x).sum()  # noqa: E731
+    same(vmap(hessian(of_sum(f)))(X), vmap(hessian(of_sum(truth)))(X))
+    push = lambda f: lambda x: jvp(f, (x,), (T[0],))[1].sum()  # noqa: E731
+    same(grad(push(f))(X[0]), grad(push(truth))(X[0]))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forall._api.function_vmap import find_batched_form
+from forall._api.function_vmap import derive_function, find_batched_form
 from forall._autodiff.jvp_by_double_vjp import make_rule_push
 from forall._autodiff.once_differentiable import is_once_differentiable, link_inputs
 from forall._autodiff.phase_errors import may_have_phases
@@ -133,7 +134,34 @@ def _apply_backward_hook(cls: Any, args: tuple) -> tuple:
     return outs
 
 
+def _find_form_with_views(cls: Any) -> Any:
+    """Return ``cls`` with a ``jvp`` that may give tangents on as they are, as in torch.func."""
+    found = _forms.get(cls)
+    if found is None:
+        found = _forms[cls] = derive_function(cls, "jvp", _return_views(cls.jvp))
+    return found
+
+
+def _return_views(jvp: Callable) -> Callable:
+    def jvp_with_views(ctx: Any, *tangents: Any) -> Any:
+        before = [(t, t._version) for t in tangents if isinstance(t, torch.Tensor)]
+
+        def view(out: Any) -> Any:  # unless it was written to, as for an argument marked dirty
+            is_same = any(out is t and out._version == version for t, version in before)
+            return out.view_as(out) if is_same else out
+
+        outs = jvp(ctx, *tangents)
+        return tuple(map(view, outs)) if type(outs) is tuple else view(outs)
+
+    return jvp_with_views
+
+
+_forms: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
 def _apply_with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
+    has_jvp = cls.jvp is not torch.autograd.Function.jvp
+    applied = _find_form_with_views(cls) if has_jvp else cls
     places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     single: list[bool] = []
     others: list[Any] = []
@@ -145,7 +173,7 @@ def _apply_with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> A
         for i, t in zip(places, tensors, strict=True):
             made = t.clone() if t.requires_grad else t  # a leaf with grad cannot be written to
             filled[i] = restore_users_class(made, args[i])
-        out = _apply_users_function(cls, *filled, **kwargs)
+        out = _apply_users_function(applied, *filled, **kwargs)
         single[:] = [isinstance(out, torch.Tensor)]
         outs = (out,) if single[0] else out
         others[:] = [None if isinstance(o, torch.Tensor) else o for o in outs]
@@ -154,7 +182,7 @@ def _apply_with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> A
         known[:] = tensors
         return tuple(strip_users_class(_with_history(o, ())) for o in tensors)
 
-    if cls.jvp is not torch.autograd.Function.jvp:
+    if has_jvp:
         h = functools.partial(h)  # a reference cycle would wait for Python's collector
         vars(h)["rule"] = functools.partial(make_rule_push, h.func)
     # Values that are saved for a derivative must not change when an argument is written to.

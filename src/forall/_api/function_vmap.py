@@ -35,10 +35,13 @@ def find_batched_form(cls: Any, args: tuple) -> Any:
         return cls
     found = _forms.get(cls)
     if found is None:
-        found = _forms[cls] = type(
-            cls.__name__, (cls,), {"forward": staticmethod(_make_forward(cls))}
-        )
+        found = _forms[cls] = derive_function(cls, "forward", _make_forward(cls))
     return found
+
+
+def derive_function(cls: Any, name: str, method: Any) -> Any:
+    """Return ``cls`` with another static method of that name; it is still the user's."""
+    return type(cls.__name__, (cls,), {name: staticmethod(method), "__module__": cls.__module__})
 
 
 _forms: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
