@@ -13,7 +13,6 @@ NOTE [inside and outside]
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from itertools import count
 from types import MappingProxyType, NoneType
@@ -23,7 +22,7 @@ from weakref import ref
 import torch
 from torch.autograd import forward_ad
 
-from forall._compat import exception_safety, fsdp
+from forall._compat import exception_safety, parallel_modules
 from forall._compat.dispatch_state import (
     functions_are_off,
     functions_off,
@@ -35,7 +34,7 @@ from forall._compat.dispatch_state import (
     outside_torch_func,
 )
 from forall._compat.documented_error import documented_error
-from forall._compat.exception_safety import contextmanager
+from forall._compat.exception_safety import contextmanager, list_dispatch_modes
 from forall._compat.jagged_layout import (
     Jagged,
     get_raw_rows,
@@ -272,8 +271,8 @@ class activate_level:
         self.level = level
 
     def __enter__(self) -> Level:
-        if fsdp.MODULE in sys.modules and fsdp.needs_patch():
-            fsdp.patch(run_outside_all)
+        if parallel_modules.needs_patch():
+            parallel_modules.patch(run_outside_all, is_recorded_on_value)
         # Autocast would keep casts that are values of the level, and use them when it has ended.
         self.caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -432,7 +431,8 @@ def alias_for_autograd(tensor: torch.Tensor) -> torch.Tensor:
 class run_outside:
     """Context that runs code just outside ``level``: its mode, and those of inner levels, are off.
 
-    A mode that belongs to no level and has ``stays`` set remains on: it must see all user code.
+    The mode of a level that has ended, which has ``stays`` set, remains on: it must see all user
+    code.
     """
 
     __slots__ = ("level", "modes", "stay", "top")
@@ -465,12 +465,24 @@ class run_outside:
 
 @contextmanager
 def run_outside_all() -> Iterator[None]:
-    """Context that runs code outside of every level, with function modes off."""
+    """Context that runs code outside of every level, ended ones too, with function modes off."""
     level = stack.top
     while level is not None and level.parent is not None:
         level = level.parent
     with functions_off(), nullcontext() if level is None else run_outside(level):
-        yield
+        modes = []
+        while any(getattr(mode, "stays", False) for mode in list_dispatch_modes()):
+            modes.append(pop_mode(None))
+        others = [mode for mode in modes if not getattr(mode, "stays", False)]
+        for mode in reversed(others):
+            push_mode(mode)
+        try:
+            yield
+        finally:
+            for _mode in others:
+                pop_mode(None)
+            for mode in reversed(modes):
+                push_mode(mode)
 
 
 def is_recorded_on_value(tensor: torch.Tensor) -> bool:
