@@ -258,11 +258,11 @@ class AsItIs(Function):
         pass
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(_ctx, *gradients):
         return None, *gradients
 
     @staticmethod
-    def jvp(ctx, _tag, *tangents):
+    def jvp(_ctx, _tag, *tangents):
         return tangents
 
 

@@ -109,6 +109,14 @@ def ask(pool: Pool, name: str, *args: Any, size: int, **options: Any) -> list[An
     return answers
 
 
+def join(answers: list[Any]) -> list[Any]:
+    """Return the rows of all ranks, for each tensor in their answers."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [torch.cat(rows) for rows in zip(*map(tree_leaves, answers), strict=True)]
+
+
 def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     from datetime import timedelta

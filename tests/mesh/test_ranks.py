@@ -13,15 +13,10 @@ from torch.utils._pytree import tree_leaves
 import forall
 from forall import vmap
 from mesh import rank_programs
-from mesh.pool import Pool, ask
+from mesh.pool import Pool, ask, join
 
 SIZES = {1: (3,), 2: (2, 1), 3: (1, 1, 1), 4: (1, 0, 2, 0)}
 WHOLE = {1: (8,), 2: (5, 3), 3: (3, 1, 4), 4: (2, 0, 2, 4)}
-
-
-def join(answers):
-    """Return the rows of all ranks, for each tensor in their answers."""
-    return [torch.cat(rows) for rows in zip(*map(tree_leaves, answers), strict=True)]
 
 
 @pytest.fixture(scope="module")

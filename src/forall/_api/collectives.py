@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -101,12 +102,49 @@ def _answer_directly(op: Any, t: Any, rest: tuple, level: Any) -> Tensor | None:
     return ops.record(op, t, made, rest)
 
 
-def _map_leaves(call: str, f: Callable[[Any], Any], x: Any) -> Any:
-    """Return the tree ``x`` with ``f`` of each tensor and each of Python's numbers."""
+def _apply_to_each(
+    op: Any, tensors: list[Tensor], axis: Axis, *rest: Any, before: int = 0, after: int = 0
+) -> list[Tensor]:
+    """Return the results of ``op``. Between ranks, tensors of one dtype are one message.
+
+    ``before`` counts the leading dims of an argument that are the axis's, ``after`` those of a
+    result; the dims that follow are made flat.
+    """
+    if axis.ranks is None or len(tensors) < 2:
+        return [_apply(op, t, axis, *rest) for t in tensors]
+    made = [*tensors]
+    for places in _find_alike(tensors):
+        if len(places) == 1:
+            made[places[0]] = _apply(op, tensors[places[0]], axis, *rest)
+            continue
+        shapes = [tensors[i].shape for i in places]
+        sizes = [math.prod(shape[before:]) for shape in shapes]
+        rows = [
+            tensors[i].reshape((*shape[:before], size))
+            for i, shape, size in zip(places, shapes, sizes, strict=True)
+        ]
+        out = _apply(op, torch.cat(rows, before), axis, *rest)
+        for i, shape, part in zip(places, shapes, out.split(sizes, after), strict=True):
+            made[i] = part.reshape((*out.shape[:after], *shape[before:]))
+    return made
+
+
+def _find_alike(tensors: list[Tensor]) -> list[list[int]]:
+    """Return groups of places: the tensors of a group can be concatenated, once they are flat."""
+    groups: dict[Any, list[int]] = {}
+    with functions_off():  # to ask is no call that a level has to see
+        for i, t in enumerate(tensors):
+            can_join = t.layout is torch.strided and not t.is_nested
+            groups.setdefault((t.dtype, t.device) if can_join else i, []).append(i)
+    return [*groups.values()]
+
+
+def _map_leaves(call: str, f: Callable[[list], list], x: Any) -> Any:
+    """Return the tree ``x`` with the results of ``f``, of its tensors and Python's numbers."""
     if isinstance(x, torch.Tensor):
-        return f(x)
+        return f([x])[0]
     leaves, spec = pytree.flatten(x)
-    return pytree.unflatten([f(_check_leaf(call, leaf)) for leaf in leaves], spec)
+    return pytree.unflatten(f([_check_leaf(call, leaf) for leaf in leaves]), spec)
 
 
 def _to_tensor(t: Any) -> Tensor:
@@ -131,14 +169,14 @@ def _reduce(verb: str, op: Any, x: Any, axis_name: Any, on_number: Callable[[Any
     names = axis_name if type(axis_name) is tuple else (axis_name,)
     axes = [_find_one(verb, name, x) for name in names]
 
-    def reduce_leaf(t: Any) -> Any:
-        if not isinstance(t, torch.Tensor):
-            return on_number(t)
+    def reduce_leaves(leaves: list) -> list:
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         for axis in axes:
-            t = _apply(op, t, axis)
-        return t
+            tensors = _apply_to_each(op, tensors, axis)
+        made = iter(tensors)
+        return [next(made) if isinstance(t, torch.Tensor) else on_number(t) for t in leaves]
 
-    return _map_leaves(f"{verb}(.., {axis_name!r})", reduce_leaf, x)
+    return _map_leaves(f"{verb}(.., {axis_name!r})", reduce_leaves, x)
 
 
 @_take_bound_axes
@@ -213,7 +251,7 @@ def pmean(x: Any, axis_name: Hashable) -> Any:
     return _reduce(
         "pmean",
         ops.PMEAN,
-        _map_leaves(f"pmean(.., {axis_name!r})", to_float, x),
+        _map_leaves(f"pmean(.., {axis_name!r})", lambda leaves: [*map(to_float, leaves)], x),
         axis_name,
         on_number,
     )
@@ -301,15 +339,15 @@ def all_gather(x: Any, axis_name: Hashable, dim: int = 0, tiled: bool = False) -
         tensor([-0.1269, -0.1269])
     """
     axis = _find_one("all_gather", axis_name, x)
+    call = f"all_gather(.., {axis_name!r})"
 
-    def gather_leaf(t: Any) -> Tensor:
-        t = _to_tensor(t)
-        at = _wrap_dim(f"all_gather(.., {axis_name!r})", "dim", dim, t, 0 if tiled else 1)
-        out = _apply(ops.ALL_GATHER, t, axis)
-        out = out.movedim(0, at) if at else out
-        return out.flatten(at, at + 1) if tiled else out
+    def gather_leaves(leaves: list) -> list[Tensor]:
+        tensors = [*map(_to_tensor, leaves)]
+        dims = [_wrap_dim(call, "dim", dim, t, 0 if tiled else 1) for t in tensors]
+        gathered = _apply_to_each(ops.ALL_GATHER, tensors, axis, after=1)
+        return [_move_front(out, at, tiled) for out, at in zip(gathered, dims, strict=True)]
 
-    return _map_leaves(f"all_gather(.., {axis_name!r})", gather_leaf, x)
+    return _map_leaves(call, gather_leaves, x)
 
 
 @_take_bound_axes
@@ -344,11 +382,14 @@ def psum_scatter(x: Any, axis_name: Hashable, scatter_dim: int = 0, tiled: bool 
     """
     axis = _find_one("psum_scatter", axis_name, x)
 
-    def scatter_leaf(t: Any) -> Tensor:
-        t = _split("psum_scatter", "scatter_dim", _to_tensor(t), scatter_dim, axis, tiled)
-        return _apply(ops.PSUM_SCATTER, t, axis)
+    def scatter_leaves(leaves: list) -> list[Tensor]:
+        tensors = [*map(_to_tensor, leaves)]
+        parts = [
+            _split("psum_scatter", "scatter_dim", t, scatter_dim, axis, tiled) for t in tensors
+        ]
+        return _apply_to_each(ops.PSUM_SCATTER, parts, axis, before=1)
 
-    return _map_leaves(f"psum_scatter(.., {axis_name!r})", scatter_leaf, x)
+    return _map_leaves(f"psum_scatter(.., {axis_name!r})", scatter_leaves, x)
 
 
 @_take_bound_axes
@@ -384,16 +425,16 @@ def all_to_all(
                 [2, 4]])
     """
     axis = _find_one("all_to_all", axis_name, x)
+    call = f"all_to_all(.., {axis_name!r})"
 
-    def exchange_leaf(t: Any) -> Tensor:
-        t = _to_tensor(t)
-        at = _wrap_dim(f"all_to_all(.., {axis_name!r})", "concat_dim", concat_dim, t, 0)
-        t = _split("all_to_all", "split_dim", t, split_dim, axis, tiled)
-        out = _apply(ops.ALL_TO_ALL, t, axis)
-        out = out.movedim(0, at) if at else out
-        return out.flatten(at, at + 1) if tiled else out
+    def exchange_leaves(leaves: list) -> list[Tensor]:
+        tensors = [*map(_to_tensor, leaves)]
+        dims = [_wrap_dim(call, "concat_dim", concat_dim, t, 0) for t in tensors]
+        parts = [_split("all_to_all", "split_dim", t, split_dim, axis, tiled) for t in tensors]
+        exchanged = _apply_to_each(ops.ALL_TO_ALL, parts, axis, before=1, after=1)
+        return [_move_front(out, at, tiled) for out, at in zip(exchanged, dims, strict=True)]
 
-    return _map_leaves(f"all_to_all(.., {axis_name!r})", exchange_leaf, x)
+    return _map_leaves(call, exchange_leaves, x)
 
 
 @_take_bound_axes
@@ -426,10 +467,10 @@ def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> An
     pairs = _check_perm(perm, axis)
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
 
-    def send_leaf(t: Any) -> Tensor:
-        return _apply(ops.PPERMUTE, _to_tensor(t), axis, sources, targets)
+    def send_leaves(leaves: list) -> list[Tensor]:
+        return _apply_to_each(ops.PPERMUTE, [*map(_to_tensor, leaves)], axis, sources, targets)
 
-    return _map_leaves(f"ppermute(.., {axis_name!r})", send_leaf, x)
+    return _map_leaves(f"ppermute(.., {axis_name!r})", send_leaves, x)
 
 
 @_take_bound_axes
@@ -485,6 +526,12 @@ def axis_size(axis_name: Hashable) -> int:
         dim = None if not bound.meshes or has_axis(name) else find_bound_dim(name)
         size *= find_axis("axis_size", name)[0].size if dim is None else dim.size()
     return size
+
+
+def _move_front(out: Tensor, at: int, tiled: bool) -> Tensor:
+    """Return ``out`` with its first dim at ``at``; if tiled, the dim there has all its entries."""
+    out = out.movedim(0, at) if at else out
+    return out.flatten(at, at + 1) if tiled else out
 
 
 # --- checks ------------------------------------------------------------------------------------
