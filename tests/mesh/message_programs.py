@@ -14,6 +14,7 @@ from forall import (
     psum_scatter,
     vmap,
 )
+from forall._core import communication_log
 from forall._mesh import rank_group
 from mesh.rank_programs import take_share
 
@@ -74,3 +75,23 @@ def reduce_trees(mesh, xs, sizes):
             outcome = vmap(g, axis_name="b", mesh=mesh)(share)
             found[name, form] = outcome, group.position - 2  # without the start and the end
     return found
+
+
+def count_kept_messages(mesh):
+    """Return how many messages are kept by calls that can be undone, and by calls that cannot."""
+    xs = torch.arange(3.0)
+    log = []
+
+    def f(x):
+        y = psum(x, "b")
+        found = communication_log.get_log()
+        log.append(0 if found is None else len(found.entries))
+        return x * y
+
+    vmap(f, axis_name="b", mesh=mesh)(xs)  # in which the first rank call keeps them in any case
+    log.clear()
+    for options in {}, {"divergence": "error"}, {}:
+        vmap(f, axis_name="b", mesh=mesh, **options)(xs)
+    around = vmap(lambda s: s * vmap(f, axis_name="b", mesh=mesh, divergence="error")(xs)[0])
+    around(torch.ones(2))
+    return log

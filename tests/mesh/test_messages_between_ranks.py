@@ -23,3 +23,8 @@ def test_a_tree_is_one_message_for_each_dtype(pool):
             dtypes = DTYPES.get(name, 2)  # double and single precision
             back = min(dtypes, 2) * (2 if name == "pmax" else 1)  # it counts the largest, too
             assert {*counts} == {dtypes if form == "value" else dtypes + back}, name
+
+
+def test_messages_are_kept_where_a_run_may_be_undone(pool):
+    for kept in ask(pool, "message_programs.count_kept_messages", size=2):
+        assert kept == [1, 0, 1, 2]  # the last is one inside another, which may be undone

@@ -4,6 +4,10 @@ A transform may undo a run of a function and run it once more. What the function
 processes cannot be undone: they would wait for nothing, or take one message for another. So the
 results of all messages are kept as long as the outermost call runs. A run that is made again reads
 them there, at the same places.
+
+They are kept only if a run may be undone: whoever undoes one has asked for the position first, as
+`PythonSnapshot` does. By default that is each call of several examples as it is, since examples may
+part up to its end. It is no call with ``divergence="error"``, and no program that cannot fail.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ if TYPE_CHECKING:
 class LogEntry(NamedTuple):
     """One message: its description, a hash of what was sent if it is known, and the result.
 
-    A recorded program sends what the function does up to rounding, so it leaves no hash.
+    A recorded program sends what the function does up to rounding, so it leaves no hash. Another
+    hash is a tensor on the device of what was sent: to read it at once would wait for that.
     """
 
     what: str
-    sent: int | None
+    sent: int | torch.Tensor | None
     result: torch.Tensor
 
 
@@ -56,19 +61,32 @@ class CommunicationLog:
 
 class _Newest(RestoredState):
     log: CommunicationLog | None = None  # may be of a call that has ended
+    is_used = False  # True once this thread has made a call over ranks
 
 
 _newest = _Newest.make_instance(idle=True)
 
 
-def get_log() -> CommunicationLog | None:
-    """Return the log of the outermost call that runs in this thread; None outside of calls."""
+def begin_use() -> None:
+    """Keep messages from now on, where a run may be undone. Earlier ones asked for no position."""
+    if not _newest.is_used:
+        _newest.is_used = True
+        _make_log()
+
+
+def _make_log() -> CommunicationLog | None:
     call = open_calls.before
     if call is None:
         return None
     if _newest.log is None or _newest.log.call is not call:
         _newest.log = CommunicationLog(call)
     return _newest.log
+
+
+def get_log() -> CommunicationLog | None:
+    """Return the log of the outermost call of this thread; None if no run of it can be undone."""
+    log = _newest.log
+    return None if log is None or log.call is not open_calls.before else log
 
 
 def is_reading() -> bool:
@@ -83,9 +101,12 @@ def drop_log() -> None:
 
 
 def get_position() -> int:
-    """Return how many messages the outermost call has come to."""
-    log = _newest.log
-    return 0 if log is None or log.call is not open_calls.before else log.position
+    """Return how many messages of the outermost call are kept; later ones are kept, too.
+
+    Whoever may undo a run asks for it before the run.
+    """
+    log = _make_log() if _newest.is_used else None
+    return 0 if log is None else log.position
 
 
 def rewind_log(position: int) -> None:

@@ -85,9 +85,12 @@ def agree_once(group: RankGroup, what: str, call: str = "", size: int = 0) -> li
     return sizes
 
 
-def _check_same_message(entry: LogEntry, what: str, sent: int | None) -> None:
-    is_known = entry.sent is not None and sent is not None
-    if entry.what != what or (is_known and entry.sent != sent):
+def _check_same_message(entry: LogEntry, what: str, sent: int | torch.Tensor | None) -> None:
+    is_same = entry.what == what
+    if is_same and entry.sent is not None and sent is not None:
+        with _plain_tensors():
+            is_same = int(entry.sent) == int(sent)
+    if not is_same:
         same = " with other values" if entry.what == what else ""
         raise documented_error(RankError, "ranks-differ")(
             "A part of a function ran once more, and sent another message than before.\n"
@@ -96,12 +99,13 @@ def _check_same_message(entry: LogEntry, what: str, sent: int | None) -> None:
         )
 
 
-def _hash_values(x: torch.Tensor) -> int:
+def _hash_values(x: torch.Tensor) -> int | torch.Tensor:
+    """Return a hash as a tensor on the same device, which is not waited for."""
     if not x.numel():
         return 0
     with _plain_tensors(), torch.no_grad():
         integers = process_groups.view_as_integers(x.resolve_conj().resolve_neg().contiguous())
-        return int(torch.hash_tensor(integers).view(torch.int64))
+        return torch.hash_tensor(integers).view(torch.int64)
 
 
 def _agree(group: RankGroup, what: str, call: str = "", size: int = 0) -> list[int]:

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from forall._compat import process_groups
 from forall._compat.documented_error import documented_error
+from forall._core import communication_log
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,6 +59,7 @@ class RankGroup:
 
 def get_rank_group(mesh: DeviceMesh) -> RankGroup:
     """Return the ranks of a mesh of one dim. All of them have to call this."""
+    communication_log.begin_use()
     group, names = mesh.get_group(), mesh.mesh_dim_names
     known = _by_name.get(group.group_name)
     if known is None or known.group is not group:

@@ -41,7 +41,8 @@ class RankProgram:
         function to run. They are told of any other error.
         """
         groups = [find_rank_group(handle) for handle in self.handles]
-        log, position = communication_log.get_log(), communication_log.get_position()
+        communication_log.begin_use()
+        position, log = communication_log.get_position(), communication_log.get_log()
         entered: list[RankGroup] = []
         if log is not None:
             log.is_replay = True
