@@ -101,6 +101,33 @@ def test_loop_over_numbers_is_converted_and_the_loops(f, way):
     assert met == []
 
 
+def _doubled_for_some(x):
+    n = x.item()
+    y = x * n if x > 3 else x
+    return {"y": y, "n": n, "sums": [n + 1, [n]]}
+
+
+def _used_in_steps_of_its_own(x):
+    size = 0.5 + x.item()
+    for _ in range(int(x.item())):
+        x = x + size
+    return x, size
+
+
+@pytest.mark.parametrize("f", [_doubled_for_some, _used_in_steps_of_its_own])
+def test_a_number_that_only_some_examples_used_is_a_result_of_all(f):
+    with obstacles() as met:
+        got = forall.explain(vmap(f))(XS)
+    assert met == []
+    assert got.ways[-1] == "converted, all examples in one run"
+    leaves, form = torch.utils._pytree.tree_flatten(got.result)
+    of_each = [f(x) for x in XS]
+    assert form == torch.utils._pytree.tree_structure(of_each[0])
+    columns = zip(*map(torch.utils._pytree.tree_leaves, of_each), strict=True)
+    for found, column in zip(leaves, columns, strict=True):
+        assert torch.equal(found, torch.stack([torch.as_tensor(n) for n in column]))
+
+
 def test_bounds_asked_of_some_examples_are_not_those_of_all():
     def f(x):
         n, y = x.item(), 0.0

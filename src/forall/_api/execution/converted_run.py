@@ -22,6 +22,7 @@ from forall._core.divergence import Diverged, TimeExceeded
 from forall._core.errors import CollectiveError, format_columns, name_of, warn_slow_path
 from forall._core.reachable import list_own_attributes
 from forall._divergence import Refusal, convert, convert_libraries, thread
+from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.heap import SeveralKinds, Unsplittable
 from forall._divergence.varying import Varying
 from forall._vmap.active_set.active_mask import CannotMerge
@@ -168,7 +169,12 @@ def _check_uniform_results(function: Callable, func: Callable) -> Callable:
 def _find_hidden_leaves(leaves: list[Any], spec: Any) -> list[Any]:
     """The leaves of contexts of containers, and of attributes of objects."""
     contexts = pytree.get_leaves(pytree.find_contexts(spec))
-    objects = [x for x in (*leaves, *contexts) if not isinstance(x, torch.Tensor)]
+    objects = [
+        x
+        for x in (*leaves, *contexts)
+        # what a number was when some examples last read it is no part of the result
+        if not isinstance(x, torch.Tensor) and type(x) is not BatchedScalar
+    ]
     held = [value for x in objects for _, value in list_own_attributes(x)]
     return [*contexts, *pytree.get_leaves(held)]
 
