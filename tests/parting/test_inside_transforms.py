@@ -9,7 +9,19 @@ import torch
 from torch import nn
 
 import forall
-from forall import grad, hessian, jacrev, jvp, vjp, vmap
+from forall import (
+    grad,
+    hessian,
+    hessian_diag,
+    hvp,
+    jacfwd,
+    jacrev,
+    jvp,
+    laplacian,
+    linearize,
+    vjp,
+    vmap,
+)
 from forall._api.execution import strategy
 from forall._divergence.vmap_interface import interface
 from oracle import difference, loop
@@ -56,6 +68,32 @@ FUNCTIONS = {
     "jacrev": jacrev(lambda v: v * f(v)),
     "jvp": lambda v: jvp(f, (v,), (torch.ones_like(v),)),
     "vjp": lambda v: vjp(f, v)[1](torch.ones((), dtype=D)),
+    "hvp": lambda v: hvp(f)(v, v.cos()),
+    "laplacian": laplacian(f),
+    "hessian_diag": hessian_diag(f),
+}
+
+
+def wave(v):
+    return (v * v).sin().sum() * v[0]
+
+
+# Transforms that run while some examples alone are in a loop.
+IN_LOOPS = {
+    "grad": grad(wave),
+    "grad of a module": grad(lambda v: forall.functional_call(nn.Sequential(), {}, (v,)).prod()),
+    "hvp": lambda v: hvp(wave)(v, v.cos()),
+    "hessian": hessian(wave),
+    "hessian_diag": hessian_diag(wave),
+    "laplacian": laplacian(wave),
+    "jacrev": jacrev(torch.sin),
+    "jacfwd": jacfwd(torch.sin),
+    "jvp": lambda v: jvp(wave, (v,), (v.cos(),))[1],
+    "vjp of grad": lambda v: vjp(grad(wave), v)[1](v)[0],
+    "linearize": lambda v: linearize(grad(wave), v)[1](v),
+    "vmap": vmap(lambda a: a.sin() * a),
+    "scan": lambda v: forall.scan(lambda c, a: (c + a, c * a), v.sum(), v)[1],
+    "while_loop": lambda v: forall.while_loop(lambda a: a.sum() > 9, lambda a: a / 2, v),
 }
 
 
@@ -81,6 +119,20 @@ def again(monkeypatch):
 def test_nothing_is_run_again(name, again):
     run = FUNCTIONS[name]
     told = difference(vmap(run)(XS), loop(run)(XS))
+    assert told is None, told
+    assert not again
+
+
+@pytest.mark.parametrize("name", IN_LOOPS)
+def test_nothing_is_run_again_in_a_loop_that_some_have_left(name, again):
+    def halve(v):
+        total = torch.zeros_like(v)
+        while v.norm() > 0.5:
+            total = total + IN_LOOPS[name](v).sum()
+            v = v / 2
+        return total
+
+    told = difference(vmap(halve)(XS), loop(halve)(XS))
     assert told is None, told
     assert not again
 

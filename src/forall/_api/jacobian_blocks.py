@@ -56,6 +56,9 @@ class InnerJacobian:
     It returns ``blocks[o][i]`` (`JacobianBlocks`), and the value of the user's function as its aux.
     """
 
+    # `spec` is written by the call itself. A slot is no state that the user's code could share.
+    __slots__ = ("__dict__", "spec")
+
     def __init__(
         self,
         call: TransformCall,
