@@ -13,6 +13,7 @@ from forall import config, vmap
 from forall._divergence import scalar_calls
 from oracle import difference, loop
 from parting.programs import compiled
+from parting.test_random_programs import obstacles
 
 XS = torch.tensor([0.1, 2.0, 0.3, 1.5, -1.0], dtype=torch.float64)
 BEFORE = {
@@ -113,3 +114,92 @@ def f(a):
         "numbers of two types",
     )
     assert difference(vmap(f)(XS), loop(f)(XS)) is None
+
+
+# --- what nobody changes is gone through together, however long it is for each example
+
+
+def _of_several_lengths(x):
+    total = x
+    for k in [i for i in range(4) if x > i - 1]:
+        total = total + k * x
+    return total
+
+
+def _until_a_break(x):
+    total = x
+    for i, k in [(i, k) for i in range(4) for k in (1, 2) if x > i - k]:
+        total = total + k * i
+        if total > 2:
+            break
+    return total
+
+
+def _two_at_once(x):
+    steps, total = [x], x
+    while steps[-1] < 3 and len(steps) < 6:
+        steps.append(steps[-1] * 2 + 1)
+    for n, (a, b) in enumerate(zip(steps, reversed(steps), strict=True)):
+        total = total + n * a * b
+    return total
+
+
+def _moves(piles):
+    return [(i, k) for i in range(len(piles)) for k in (1, 2) if piles[i] >= k]
+
+
+def _play(piles, gain, low, high):
+    moves = _moves(piles)
+    if not moves:
+        return gain, 1
+    best, calls = -9.0, 1
+    for i, k in moves:
+        after = list(piles)
+        after[i] -= k
+        value, inner = _play(after, -gain * (i + 1), -high, -low)
+        calls += inner
+        if k * gain - value > best:
+            best = k * gain - value
+        if best > low:
+            low = best
+        if low >= high:
+            break
+    return best, calls
+
+
+def _game(x):
+    piles = [int(x.item() > 0) + 1, int(x.item() > 1) + 1]
+    best, calls = _play(piles, x, -9.0, 9.0)
+    return best + calls
+
+
+def _beams(x, width=2):
+    beams, done = [(0.0, [1], x)], []
+    while beams and len(done) < 2:
+        found = []
+        for score, path, y in beams:
+            for step, (low, y) in enumerate([(0.3, y.sin()), (0.2, y.cos() * 2)]):
+                found.append((score - low * abs(y.item()), [*path, step], y))
+        found.sort(key=lambda entry: -entry[0])
+        beams = []
+        for entry in found[:width]:
+            if entry[2] < 0.3 or len(entry[1]) > 4:
+                done.append(entry)
+            else:
+                beams.append(entry)
+    score, path, y = max(done, key=lambda entry: entry[0])
+    return score * y + len(path) + sum(path)
+
+
+TOGETHER = [_of_several_lengths, _until_a_break, _two_at_once, _game, _beams]
+
+
+@pytest.mark.parametrize("f", TOGETHER, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_lists_of_several_lengths_are_gone_through_in_one_run(f, seed, monkeypatch):
+    monkeypatch.setattr(config, "parting", "together")
+    generator = torch.Generator().manual_seed(seed)
+    xs = 3 * torch.rand(9, generator=generator, dtype=torch.float64) - 1
+    with obstacles() as met:
+        assert difference(vmap(f)(xs), loop(f)(xs)) is None
+    assert met == []

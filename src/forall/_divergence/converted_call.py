@@ -452,6 +452,8 @@ def _call_per_set(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list
             subscripts.log_container(owner)
 
     def run(_: Any) -> Any:
+        for owner in owners:
+            resolve_deep(owner)
         plainly = tuple(resolve_deep(a) for a in args)
         return call_unconverted(f, plainly, {k: resolve_deep(v) for k, v in kwargs.items()}, owners)
 

@@ -259,17 +259,38 @@ class _Unchanged:
     Python's iterators read the container at each step, and would see such changes.
     """
 
+    __slots__ = ("__weakref__", "before")
+
     def __init__(self, made: Any) -> None:
         own = lists_in(made) if type(made) is Varying else [made]
         containers = [*thread.made_of.get(id(made), ())[1:], *own]
         self.before = [(c, _contents(c)) for c in containers]
+        thread.iterated.add(self)
 
     def check(self) -> None:
-        """Raise `Unsplittable` if a container has changed."""
+        """Raise `Unsplittable` if a container has changed for lanes that still go through it."""
         for container, before in self.before:
-            now = _contents(container)
-            if len(now) != len(before) or not all(map(_are_same, now, before)):
+            if not _are_same(_contents(container), before):
                 raise Unsplittable(_MEANWHILE)
+
+    def find_unchanged(self, owner: Any, parts: Parts) -> list[int]:
+        """Return where a container stands whose parts, which are to be joined, are as before."""
+        return [
+            n
+            for n, (container, before) in enumerate(self.before)
+            if container is owner and _are_same(parts, before)
+        ]
+
+    def note_join(self, places: list[int]) -> None:
+        """Take the containers at these places anew: a join has made other items of the same ones."""
+        world = interface.get_active_set()
+        for n in places:
+            container, before = self.before[n]
+            others = [(w - world, items) for w, items in before]
+            self.before[n] = (
+                container,
+                [*_contents(container), *[(w, items) for w, items in others if w is not None]],
+            )
 
 
 def lists_in(value: Any) -> list[Any]:
@@ -281,15 +302,22 @@ def lists_in(value: Any) -> list[Any]:
 _MEANWHILE = "a list that changes while it is gone through, and is another for some examples"
 
 
-def _contents(container: Any) -> list:
+def _contents(container: Any) -> Parts:
     """Return the items of a container: one list, or one for each active set if it is mixed."""
+    world = interface.get_active_set()
+    parts = [(world, container)]
     if is_mixed(container):
-        return [[*content] for _, content in find_active_contents(thread.mixed[id(container)][1])]
-    return [[*container]]
+        parts = find_active_contents(thread.mixed[id(container)][1])
+    return [(w, [*content]) for w, content in parts]
 
 
-def _are_same(now: list, before: list) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
+def _are_same(parts: Parts, before: Parts) -> bool:
+    """True if each lane of ``parts`` has the items that it has in ``before``."""
+    return all(
+        len(now) == len(then) and all(map(operator.is_, now, then))
+        for world, now in parts
+        for _, then in restrict_parts(before, world)
+    )
 
 
 def watch(values: Any, *, backwards: bool = False) -> Any:

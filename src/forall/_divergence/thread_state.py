@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from forall._compat import exception_safety
 from forall._compat.call_site import OURS, SourceLine, find_users_frame
@@ -54,6 +55,8 @@ class ThreadState(threading.local):
         self.made_of: dict[
             int, list[Any]
         ] = {}  # by the id of a copy: the copy, and the containers that it was made of
+        # iterations through containers, which have to hear of joins: see `subscripts`
+        self.iterated: WeakSet[Any] = WeakSet()
         self.loosened: dict[Any, HeapSlot] = {}  # slots in which varying values were left
 
     def run_only(self, world: Any) -> None:
