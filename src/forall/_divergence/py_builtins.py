@@ -242,7 +242,8 @@ def _make_converting_caller(builtin: Any) -> Callable:
 
 def _filter(f: Any, iterable: Any) -> Any:
     if _has_loose((iterable,)):
-        return converted_call.call_unconverted(lambda i: list(_filter(f, i)), (iterable,), {})
+        found = converted_call.call_unconverted(lambda i: list(_filter(f, i)), (iterable,), {})
+        return _note_sources(found, (iterable,))
     kept: list = []
 
     def keep(v: Any) -> None:

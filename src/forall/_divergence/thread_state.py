@@ -233,7 +233,7 @@ def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
 class ConvertedRun:
     """Context in which a function runs converted. Its exit restores the state of the thread."""
 
-    __slots__ = ("strict", "t", "was")
+    __slots__ = ("made_of", "strict", "t", "was")
 
     def __init__(self, *, strict: bool) -> None:
         self.strict = strict
@@ -241,6 +241,8 @@ class ConvertedRun:
     def __enter__(self) -> None:
         t = self.t = thread
         self.was = (t.top, len(t.entered), t.parted, t.loose, dict(t.mixed), t.loosened)
+        self.made_of = t.made_of
+        t.made_of = dict(t.made_of)
         t.loosened, t.failed = {}, None
         t.runs += 1
 
@@ -249,13 +251,12 @@ class ConvertedRun:
         top, depth, parted, loose, mixed, loosened = self.was
         left = [*t.loosened.values(), *(s for s, split in t.mixed.values() if s.key not in mixed)]
         t.loosened = {}
+        t.made_of = self.made_of  # what this run noted holds lists, which need not outlive it
         try:
             if kind is None and left and self.strict:
                 refuse_to_leave(t, left)
         finally:
             t.runs -= 1
-            if not t.runs:
-                t.made_of.clear()
             if kind is not None or not t.runs:
                 interface.take_written_families()  # the aliases to be updated are gone
             t.leave_sets(depth)
