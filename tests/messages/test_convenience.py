@@ -236,28 +236,31 @@ def test_results_that_are_no_tensors_differ():
         ValueError,
         """
         vmap(f, out_dims=0): a result that is no tensor differs between the examples.
-            example 0   'a'   str
-            example 2   'b'   str
-        Tensors and numbers are stacked; anything else must be the same for all. Return a tensor for each example.
+            result[1] of example 0   'a'   str
+            result[1] of example 2   'b'   str
+        Tensors and numbers are stacked; anything else must be the same for all. Return a number instead: an index in the place of a string, nan in the place of None.
         """,
     ):
         vmap(f, chunk_size=2)(X)
 
 
-def test_none_for_some_examples():
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"ragged": True}])
+def test_none_of_some_examples(options):
+    xs = torch.tensor([[1.0, 2.0], [-1.0, 2.0]])
+
     def f(x):
-        return x * 2 if x > 1 else None
+        return {"y": x[:1] if x[0] > 0 else None}
 
     with refused(
         ValueError,
         """
         vmap(f, out_dims=0): a result that is no tensor differs between the examples.
-            example 0   None        NoneType
-            example 2   float32[]   Tensor
-        Tensors and numbers are stacked; anything else must be the same for all. Return a tensor for each example.
+            result['y'] of example 0   float32[1]   Tensor
+            result['y'] of example 1   None         NoneType
+        Tensors and numbers are stacked; anything else must be the same for all. Return a number instead: an index in the place of a string, nan in the place of None.
         """,
     ):
-        vmap(f)(X)
+        vmap(f, **options)(xs)
 
 
 @pytest.mark.impure("uses up an iterator")

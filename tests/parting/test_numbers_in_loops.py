@@ -161,6 +161,56 @@ def test_groups_for_want_of_conversion_warn_once_with_line_and_reason():
     assert "reason" in str(warning.message)
 
 
+def _with_a_generator(x):
+    positive = (y for y in (x, -x) if y > 0)
+    return next(positive, x)
+
+
+def _with_try(x):
+    try:
+        return torch.linalg.cholesky(x.reshape(1, 1))
+    except torch.linalg.LinAlgError:
+        return x.reshape(1, 1)
+
+
+TOLD = {  # what a warning of groups says, and the cure
+    (lambda x: {"y": [x, x if x > 1 else 2]}): (
+        "reason   results of several kinds: result['y'][1] is float64[] or int",
+        "Return one kind of value from all branches",
+    ),
+    (lambda x: 1 if x > 1 else 2.5): (
+        "reason   results of several kinds: float or int",
+        "Return one kind of value from all branches",
+    ),
+    _with_a_generator: ("reason   a generator expression", "Make a list instead"),
+    _with_try: ("reason   try .. except", "torch.linalg.cholesky_ex"),
+}
+
+
+@pytest.mark.parametrize("f", TOLD)
+def test_groups_tell_the_reason_and_the_cure_once(f):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for n in (0, 5, 10):
+            vmap(f)(XS[n:] - 1)
+    (warning,) = told
+    for part in TOLD[f]:
+        assert part in str(warning.message)
+
+
+def test_a_place_in_a_warning_is_a_line_of_the_users():
+    def f(x):
+        steps = [n for n in range(4) if x > n]
+        for n in steps:
+            steps[0] = n
+            x = x + n
+        return x
+
+    with obstacles() as met:
+        vmap(f)(XS)
+    assert [why.place.text() for why in met] == ["for n in steps:"]
+
+
 def test_groups_for_an_examples_error_do_not_warn():
     def f(x):
         if x > 5:

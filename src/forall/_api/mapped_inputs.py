@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -451,32 +451,49 @@ def _find_hidden(thing: Any, level: Any) -> Any:
     return None
 
 
-def join_column(call: TransformCall, column: tuple, place: int | None, firsts: list[int]) -> Any:
+class LeafPlace(NamedTuple):
+    """Where a leaf stands in the tree of a function's results."""
+
+    spec: Any
+    number: int
+
+    def describe(self) -> str:
+        leaves = pytree.unflatten(range(self.spec.num_leaves), self.spec)
+        path = pytree.keystr(pytree.tree_flatten_with_path(leaves)[0][self.number][0])
+        return f"result{path} of " if path else ""
+
+
+def join_column(
+    call: TransformCall, column: tuple, place: int | None, firsts: list[int], leaf: LeafPlace
+) -> Any:
     """Return one result of all groups, whose first examples have the numbers ``firsts``."""
     first = column[0]
-    if all(isinstance(other, torch.Tensor) for other in column):
+    if all(isinstance(x, torch.Tensor) for x in column):
         if place is None:
             return first
         _check_same_shapes(call, column, place, firsts)
         return torch.cat(column, place % first.dim())
     for number, other in zip(firsts, column, strict=True):
-        if not pytree.holds_same(first, other):
+        is_same = pytree.holds_same(first, other)
+        if not is_same or isinstance(other, torch.Tensor) != isinstance(first, torch.Tensor):
             rows = [
-                (f"example {n}", format_short(_take_one(x, place)), type_name_of(x))
+                (f"{leaf.describe()}example {n}", *_describe_of_one(x, place))
                 for n, x in ((firsts[0], first), (number, other))
             ]
             raise documented_error(ValueError, "result-is-no-tensor")(
                 f"{call}: a result that is no tensor differs between the examples.\n"
                 f"{format_columns(rows)}\n"
-                "Tensors and numbers are stacked; anything else must be the same for all. Return "
-                "a tensor for each example."
+                "Tensors and numbers are stacked; anything else must be the same for all. Return a "
+                "number instead: an index in the place of a string, nan in the place of None."
             )
     return first
 
 
-def _take_one(x: Any, place: int | None) -> Any:
-    """Return the first of the examples that are stacked in a result, if it is a tensor."""
-    return x.select(place, 0) if isinstance(x, torch.Tensor) and place is not None else x
+def _describe_of_one(value: Any, place: int | None) -> tuple[str, str]:
+    """Return a result of one example as text, and the name of its type."""
+    if isinstance(value, torch.Tensor):
+        return format_short(value if place is None else value.select(place, 0)), "Tensor"
+    return format_short(value), type_name_of(value)
 
 
 def _check_same_shapes(call: TransformCall, column: tuple, place: int, firsts: list[int]) -> None:

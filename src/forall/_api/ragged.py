@@ -30,6 +30,10 @@ class RaggedResult:
         self.examples = examples
         self.place = place
 
+    def stack_first(self) -> Tensor:
+        """Return the result of the first example alone, as a stack."""
+        return self.examples[0].unsqueeze(self.place)
+
 
 def split_examples(stack: Tensor, place: int) -> Tensor | RaggedResult:
     """Return a stack of results as single results; numbers stay stacked."""

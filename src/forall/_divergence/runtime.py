@@ -11,7 +11,7 @@ from forall._compat import pytree
 from forall._divergence import py_builtins as _builtin
 from forall._divergence.converted_call import call_converted, report_refusal, wrap_converted
 from forall._divergence.frame import Frame
-from forall._divergence.heap import Mixed, SeveralKinds, Unsplittable
+from forall._divergence.heap import Mixed, Unsplittable
 from forall._divergence.join import UNDEFINED, merge, unify_varying
 from forall._divergence.pure_call import (
     find_outside_method,
@@ -23,7 +23,7 @@ from forall._divergence.pure_call import (
 from forall._divergence.report import Report
 from forall._divergence.thread_state import ConvertedRun, thread
 from forall._divergence.user_code import is_library_code
-from forall._divergence.varying import Varying
+from forall._divergence.varying import Varying, make_kinds_error
 
 
 class _Runtime:
@@ -71,9 +71,9 @@ def convert(f: Callable, *, strict: bool = False) -> Callable | Refusal:
 def require_uniform(result: Any) -> Any:
     """Return a result as one value of all lanes; raise if it varies."""
     result = unify_varying(result, _contents_within)
-    for leaf in pytree.get_leaves(result):
+    for n, leaf in enumerate(pytree.get_leaves(result)):
         if type(leaf) in (Varying, Mixed):
-            raise SeveralKinds("results of several kinds")
+            raise make_kinds_error(result, n, leaf)
     return result
 
 

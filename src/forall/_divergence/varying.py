@@ -10,8 +10,10 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from forall._compat import pytree
+from forall._core.errors import format_short
 from forall._divergence import join
-from forall._divergence.heap import Mixed, Unsplittable, slot_of
+from forall._divergence.heap import Mixed, SeveralKinds, Unsplittable, slot_of
 from forall._divergence.join import (
     Parts,
     merge,
@@ -143,6 +145,28 @@ def resolve_varying(value: Any) -> Any:
     return value
 
 
+def make_kinds_error(result: Any, number: int, leaf: Any) -> SeveralKinds:
+    """Return the error for a leaf of a function's results that is of another kind for some lanes.
+
+    It names no lanes: equal texts are warned of once.
+    """
+    paths = pytree.tree_flatten_with_path(result)[0]
+    path = pytree.keystr(paths[number][0]) if number < len(paths) else ""
+    values = [v for _, v in leaf.parts] if type(leaf) is Varying else [leaf]
+    kinds = sorted({_name_kind(v) for v in values})
+    which = f"result{path} is " if path else ""
+    found = " or ".join(kinds) if len(kinds) > 1 else f"{kinds[0]} that differ, and are no numbers"
+    return SeveralKinds(f"results of several kinds: {which}{found}")
+
+
+def _name_kind(value: Any) -> str:
+    if type(value) is interface.BatchedScalar:
+        return value.kind.__name__
+    if isinstance(value, interface.Tensor):
+        return format_short(value)
+    return "None" if value is None else type(value).__name__
+
+
 def has_varying(value: Any, deep: int = 2) -> bool:
     """True if a value is varying, or contains a varying one at most ``deep`` containers deep."""
     kind = type(value)
@@ -240,6 +264,7 @@ def resolve_deep(value: Any, deep: int = 2) -> Any:
 join._make_varying = Varying
 __all__ = [
     "Varying",
+    "make_kinds_error",
     "resolve_deep",
     "resolve_varying",
     "unify_varying",

@@ -24,7 +24,8 @@ from forall._core.reachable import list_own_attributes
 from forall._divergence import Refusal, convert, convert_libraries, thread
 from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.heap import SeveralKinds, Unsplittable
-from forall._divergence.varying import Varying
+from forall._divergence.user_code import NEVER, find_owner
+from forall._divergence.varying import Varying, make_kinds_error
 from forall._vmap.active_set.active_mask import CannotMerge
 from forall._vmap.active_set.merge import UndefinedForExamples, has_only_some_examples
 
@@ -123,7 +124,7 @@ def _find_users_line(error: BaseException) -> SourceLine:
     trace = error.__traceback__
     place = _NOWHERE
     while trace is not None:
-        if find_users_frame(trace.tb_frame) is trace.tb_frame:
+        if find_owner(trace.tb_frame.f_code) is not NEVER:
             place = SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return place
@@ -134,18 +135,34 @@ def warn_of_groups(call: MappedCall, why: Obstacle) -> None:
     rows = [("reason", why.reason)]
     if why.has_place:
         rows = [("at", f"{why.place.near()}   {why.place.text()}".rstrip()), *rows]
+    warn_slow_path(
+        f"vmap({name_of(call.func)}): examples part in code that could not be converted, so they "
+        "ran in groups or one after another, not all at once.\n"
+        f"{format_columns(rows)}\n"
+        f"{_find_cure(why)} forall.explain tells how a call runs."
+    )
+
+
+_LIST = "Make a list instead: [...] in the place of (...), or append to one and return it."
+_CURES = {
+    "try .. except": "Test before, or ask for a flag, as torch.linalg.cholesky_ex gives one.",
+    "a generator expression": _LIST,
+    "a generator": _LIST,
+    "a generator or a coroutine": _LIST,
+}
+
+
+def _find_cure(why: Obstacle) -> str:
+    if why.is_of_results:
+        return "Return one kind of value from all branches: tensors, or numbers of one type."
+    if why.reason in _CURES:
+        return _CURES[why.reason]
     cure = f"Write {'that line' if why.has_place else 'it'} in another way"
     if why.has_place and not why.place.text():
         cure = "Define the function in a file, where its source can be read"
     if why.is_internal:
         cure = "This is a defect of forall: please report it. Until then, write it in another way"
-    warn_slow_path(
-        f"vmap({name_of(call.func)}): examples part in code that could not be converted, so they "
-        "ran in groups or one after another, not all at once.\n"
-        f"{format_columns(rows)}\n"
-        f"{cure}, or without Python's questions: torch.where, forall.cond, forall.while_loop. "
-        "forall.explain tells how a call runs."
-    )
+    return f"{cure}, or without Python's questions: torch.where, forall.cond, forall.while_loop."
 
 
 def _check_uniform_results(function: Callable, func: Callable) -> Callable:
@@ -154,12 +171,12 @@ def _check_uniform_results(function: Callable, func: Callable) -> Callable:
     def whole(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         leaves, spec = pytree.flatten(result)
-        for leaf in (*leaves, *_find_hidden_leaves(leaves, spec)):
-            if type(leaf) is Varying or (
-                isinstance(unwrap_posed(leaf), Wrapper)
-                and has_only_some_examples(unwrap_posed(leaf))
-            ):
-                raise SeveralKinds("results of several kinds")
+        for n, leaf in enumerate((*leaves, *_find_hidden_leaves(leaves, spec))):
+            if type(leaf) is Varying:
+                raise make_kinds_error(result, n, leaf)
+            value = unwrap_posed(leaf)
+            if isinstance(value, Wrapper) and has_only_some_examples(value):
+                raise SeveralKinds("results that only some examples have")
         return result
 
     # The state to be undone is found through `__wrapped__`, if the call must run otherwise.

@@ -179,14 +179,17 @@ def join_groups(places: OutDims, parts: list[Part]) -> tuple[list, Any]:
     order = [n for part in parts for n in part[0]]
     firsts = [part[0][0] for part in parts]
     columns = zip(*(flat for _, flat, _ in parts), strict=True)
-    return [
-        merge_ragged(column, order)
-        if any(type(x) is RaggedResult for x in column)
-        else _put_in_order(
-            mapped_inputs.join_column(places.call, column, place, firsts), place, order
-        )
-        for column, place in zip(columns, places.expand_to_leaves(spec), strict=True)
-    ], spec
+    joined = []
+    for n, (column, place) in enumerate(zip(columns, places.expand_to_leaves(spec), strict=True)):
+        if any(type(x) is RaggedResult for x in column):
+            if all(isinstance(x, (torch.Tensor, RaggedResult)) for x in column):
+                joined.append(merge_ragged(column, order))
+                continue
+            column = tuple(x.stack_first() if type(x) is RaggedResult else x for x in column)
+        leaf = mapped_inputs.LeafPlace(spec, n)
+        whole = mapped_inputs.join_column(places.call, column, place, firsts, leaf)
+        joined.append(_put_in_order(whole, place, order))
+    return joined, spec
 
 
 def _put_in_order(result: Any, place: int | None, order: list[int]) -> Any:
