@@ -158,9 +158,9 @@ def _play(piles, gain, low, high):
         after[i] -= k
         value, inner = _play(after, -gain * (i + 1), -high, -low)
         calls += inner
-        if k * gain - value > best:
+        if k * gain - value > best:  # noqa: PLR1730 - an `if` that parts
             best = k * gain - value
-        if best > low:
+        if best > low:  # noqa: PLR1730
             low = best
         if low >= high:
             break
@@ -178,8 +178,8 @@ def _beams(x, width=2):
     while beams and len(done) < 2:
         found = []
         for score, path, y in beams:
-            for step, (low, y) in enumerate([(0.3, y.sin()), (0.2, y.cos() * 2)]):
-                found.append((score - low * abs(y.item()), [*path, step], y))
+            for step, (loss, z) in enumerate([(0.3, y.sin()), (0.2, y.cos() * 2)]):
+                found.append((score - loss * abs(z.item()), [*path, step], z))
         found.sort(key=lambda entry: -entry[0])
         beams = []
         for entry in found[:width]:

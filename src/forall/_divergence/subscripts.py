@@ -282,7 +282,7 @@ class _Unchanged:
         ]
 
     def note_join(self, places: list[int]) -> None:
-        """Take the containers at these places anew: a join has made other items of the same ones."""
+        """Take the containers at these places anew: a join has put new items for the same ones."""
         world = interface.get_active_set()
         for n in places:
             container, before = self.before[n]
