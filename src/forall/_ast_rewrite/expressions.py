@@ -27,10 +27,12 @@ _OF_THE_FRAME = frozenset(
 _CONSUME = frozenset(
     ["sum", "list", "tuple", "set", "frozenset", "dict", "min", "max", "sorted", "any", "all"]
 )
-# Operators that the runtime frame computes itself for tensors (`forall._vmap.fast_path.operators`)
+# Operators that the runtime frame computes: those of tensors on their stacks
+# (`forall._vmap.fast_path.operators`), those of containers for each lane that has its own
 _OPERATORS = {
     ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv",
     ast.Mod: "mod", ast.Pow: "pow", ast.MatMult: "matmul",
+    ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor",
 }  # fmt: skip
 _COMPARED = {
     ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
@@ -162,14 +164,18 @@ class ExpressionRewriter(ast.NodeTransformer):
         if name in _OF_THE_FRAME and name not in self.scope.names.local:
             return self.generic_visit(node)  # type: ignore[return-value]
         args = [self._rewrite_argument(node, a) for a in node.args]
-        keywords = [
-            ast.copy_location(ast.keyword(k.arg, self.visit(k.value)), k) for k in node.keywords
-        ]
+        keywords = [self._rewrite_keyword(k) for k in node.keywords]
         function = self.visit(node.func)
         made = expr("F.call(FUNCTION)", node, FUNCTION=function)
         made.args += args
         made.keywords = keywords
         return made
+
+    def _rewrite_keyword(self, node: ast.keyword) -> ast.keyword:
+        value = self.visit(node.value)
+        if node.arg is None:
+            value = expr("F.unpack_mapping(A)", node.value, A=value)
+        return ast.copy_location(ast.keyword(node.arg, value), node)
 
     def _rewrite_argument(self, call: ast.Call, node: ast.expr) -> ast.expr:
         """Rewrite an argument; a generator that the call consumes becomes a list or a search."""
@@ -192,6 +198,41 @@ class ExpressionRewriter(ast.NodeTransformer):
         if isinstance(node.ctx, ast.Load):
             node.value = expr("F.starred(A)", node, A=self.visit(node.value))
         return node
+
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        """Rewrite a dict as a call with ``(key, value)`` and ``(unpacked dict,)``."""
+        self.generic_visit(node)
+        if all(isinstance(key, ast.Constant) for key in node.keys):
+            return node
+        made = expr("F.make_dict()", node)
+        made.args = [
+            expr("(V,)", value, V=value) if key is None else expr("(K, V)", key, K=key, V=value)
+            for key, value in zip(node.keys, node.values, strict=True)
+        ]
+        return made
+
+    def visit_List(self, node: ast.List) -> ast.expr:
+        return self._rewrite_display(node, "make_list")
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
+        return self._rewrite_display(node, "make_tuple")
+
+    def visit_Set(self, node: ast.Set) -> ast.expr:
+        return self._rewrite_display(node, "make_set", may_stay=False)
+
+    def _rewrite_display(self, node: Any, make: str, *, may_stay: bool = True) -> ast.expr:
+        """Rewrite ``[a, *b]`` as a call with ``(a,)`` and ``(b, True)``; a plain one may stay."""
+        starred = [isinstance(item, ast.Starred) for item in node.elts]
+        if (may_stay and not any(starred)) or isinstance(getattr(node, "ctx", None), ast.Store):
+            return self.generic_visit(node)  # type: ignore[return-value]
+        made = expr(f"F.{make}()", node)
+        made.args = [
+            expr("(A, True)", item, A=self.visit(item.value))
+            if is_starred
+            else expr("(A,)", item, A=self.visit(item))
+            for item, is_starred in zip(node.elts, starred, strict=True)
+        ]
+        return made
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         if not isinstance(node.ctx, ast.Load):

@@ -274,15 +274,9 @@ def _call_container_method(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any
         return subscripts.run_per_set(
             (owner, *args), lambda: call_converted(getattr(owner, name), *args, **kwargs)
         )
-    if name in (
-        "append",
-        "extend",
-        "insert",
-        "clear",
-        "reverse",
-        "setdefault",
-        "update",
-        "popleft",
+    is_plain = name in ("append", "appendleft", "insert", "clear", "reverse", "popleft")
+    if is_plain or (
+        name in ("extend", "setdefault", "update") and not _has_loose_or_number(args, kwargs)
     ):
         if thread.parted:
             subscripts.log_container(owner)
@@ -296,6 +290,14 @@ def _call_container_method(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any
     if name in ("keys", "values", "items", "copy"):
         return f()
     return call_unconverted(f, args, kwargs, owners=(owner,))
+
+
+def _has_loose_or_number(args: tuple, kwargs: dict) -> bool:
+    """True if what a method reads of its arguments may differ between lanes."""
+    given = (*args, *kwargs.values())
+    if any(type(a) is interface.BatchedScalar for a in given):
+        return True
+    return thread.loose and any(map(has_varying, given))
 
 
 def _call_tensor_method(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:

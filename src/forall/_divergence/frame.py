@@ -11,6 +11,7 @@ NOTE. The form of a rewritten function (`forall._ast_rewrite` writes the code):
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +26,6 @@ from forall._divergence import (
 )
 from forall._divergence.branch_tests import PLAIN, DivergedTest, evaluate_lane_test
 from forall._divergence.heap import (
-    CONTAINERS,
     CellSlot,
     GlobalSlot,
     Unsplittable,
@@ -173,7 +173,7 @@ class Frame(Region):
             return self.same(a, b, name == "is_")
         if name in ("in_", "not_in"):
             return self.contains(a, b, name == "in_")
-        return straight[name](a, b)
+        return getattr(self, name)(a, b)
 
     def same(self, a: Any, b: Any, wanted: bool) -> Any:
         """Evaluate ``a is b``, or ``a is not b`` if ``wanted`` is False."""
@@ -203,20 +203,12 @@ class Frame(Region):
     delete_attr = staticmethod(subscripts.delete_attr)
     unpack_items = staticmethod(subscripts.unpack_items)
     starred = staticmethod(subscripts.starred)
-
-    def binary_add(self, a: Any, b: Any) -> Any:
-        """Evaluate ``a + b``."""
-        if self.t.mixed and (id(a) in self.t.mixed or id(b) in self.t.mixed):
-            return subscripts.run_per_set(
-                (a, b), lambda: subscripts.resolve_varying(a) + subscripts.resolve_varying(b)
-            )
-        return straight["add"](a, b)
-
-    def update_in_place(self, name: str, a: Any, b: Any) -> Any:
-        """Evaluate ``a += b``, or another in-place operator, and return the new ``a``."""
-        if self.t.parted and type(a) in CONTAINERS:
-            subscripts.log_container(a)
-        return subscripts.update_in_place(name, a, b)
+    unpack_mapping = staticmethod(subscripts.unpack_mapping)
+    make_dict = staticmethod(subscripts.make_dict)
+    make_list = staticmethod(subscripts.make_list)
+    make_tuple = staticmethod(subscripts.make_tuple)
+    make_set = staticmethod(subscripts.make_set)
+    update_in_place = staticmethod(subscripts.update_in_place)
 
     def run(self, function: Callable, iterable: Any) -> Any:
         """Run a comprehension."""
@@ -301,7 +293,27 @@ class Frame(Region):
             self.t.note(GlobalSlot(names, name))
 
 
-for _name, _operator in straight.items():
-    setattr(Frame, _name, staticmethod(_operator))
+def _make_operator(compute: Callable) -> Callable:
+    """Return an operator that is applied for each lane's own containers, where they differ."""
+
+    def apply(a: Any, b: Any) -> Any:
+        mixed = thread.mixed
+        if mixed and (id(a) in mixed or id(b) in mixed):
+            return subscripts.run_per_set(
+                (a, b),
+                lambda: compute(subscripts.resolve_varying(a), subscripts.resolve_varying(b)),
+            )
+        return compute(a, b)
+
+    return apply
+
+
+for _name, _operator in {
+    **straight,
+    "binary_add": straight["add"],
+    **{name: getattr(operator, name) for name in ("and_", "or_", "xor")},
+}.items():
+    is_binary = _name not in ("add", "neg")  # `add` has a number for an operand
+    setattr(Frame, _name, staticmethod(_make_operator(_operator) if is_binary else _operator))
 
 __all__ = ["Frame", "Parts"]

@@ -113,6 +113,51 @@ def unpack_items(value: Any) -> Any:
 starred = unpack_items
 
 
+def unpack_mapping(value: Any) -> Any:
+    """Return what ``**`` unpacks in a call as a mapping that all lanes have."""
+    if type(value) is Varying or is_mixed(value):
+        found = run_per_set((value,), lambda: tuple(resolve_varying(value).items()))
+        if type(found) is Varying:
+            raise Unsplittable("what is unpacked has other keys for some examples")
+        return dict(found)
+    return value
+
+
+# --- displays
+
+
+def make_dict(*entries: tuple) -> dict:
+    """Make ``{key: value, **others}`` of entries ``(key, value)`` and ``(others,)``."""
+    made: dict = {}
+    for entry in entries:
+        if len(entry) == 1:
+            thread.call(made.update, entry[0])
+        elif type(entry[0]) in PLAIN_KEYS and not thread.loose:
+            made[entry[0]] = entry[1]
+        else:
+            store_item(entry[1], made, entry[0])
+    return made
+
+
+def make_list(*parts: tuple) -> list:
+    """Make ``[item, *others]`` of parts ``(item,)`` and ``(others, True)``."""
+    made: list = []
+    for part in parts:
+        thread.call(made.append if len(part) == 1 else made.extend, part[0])
+    return made
+
+
+def make_tuple(*parts: tuple) -> tuple:
+    return thread.call(tuple, make_list(*parts))
+
+
+def make_set(*parts: tuple) -> set:
+    made: set = set()
+    for part in parts:
+        thread.call(made.add if len(part) == 1 else made.update, part[0])
+    return made
+
+
 # --- writing
 
 
@@ -224,6 +269,8 @@ def update_in_place(name: str, a: Any, b: Any) -> Any:
         return run_per_set(
             (a, b), lambda: update_in_place(name, resolve_varying(a), resolve_varying(b))
         )
+    if thread.parted and not isinstance(a, interface.Tensor):
+        log_container(a)
     return getattr(operator, name)(a, b)
 
 

@@ -96,7 +96,7 @@ class Varying:
         return f"Varying({shown} examples)"
 
     def __hash__(self) -> int:
-        return id(self)
+        raise Unsplittable("what varies is a key of a dict or in a set of code not converted")
 
 
 def _make_forward(name: str, run: Callable) -> Callable:
