@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forall.random as R
 from draws import HERE, make_generator
-from forall import grad, hessian, hvp, jacfwd, jacrev, jvp, laplacian, linearize, vjp, vmap
+from forall import cond, grad, hessian, hvp, jacfwd, jacrev, jvp, laplacian, linearize, vjp, vmap
 
 KEY = R.key(7)
 SIZE = 5
@@ -288,6 +288,78 @@ def test_a_scope_inside():
         return a + b * x + torch.rand(3)
 
     check(f, data(3))
+
+
+def _in_a_branch(key, x):
+    with R.scope(key):
+        y = torch.rand(3)
+        if x[0] > 0:
+            y = y + torch.rand(3)
+        return y * torch.rand(3)
+
+
+def _until_it_accepts(key, x):
+    with R.scope(key, x.abs().sum().int()):
+        y = torch.rand(())
+        while torch.rand(()) > 0.3:
+            y = y + torch.rand(())
+        return x * y + R.normal(R.next_key(), (3,))
+
+
+def _in_an_operator(key, x):
+    with R.scope(key):
+        y = cond(x[0] > 0, lambda: torch.rand(3) + torch.rand(3), lambda: torch.ones(3))
+        return x + y * torch.rand(3)
+
+
+def _entered_by_some(key, x):
+    y = x
+    if x[0] > 0:
+        with R.scope(key):
+            y = y * torch.rand(3) if x[1] > 0 else y + 1
+            y = y * torch.rand(3)
+    with R.scope(key):
+        return y + torch.rand(3)
+
+
+def _mapped_within(key, x):
+    def one(a):
+        b = torch.rand(())
+        return (b + torch.rand(()) if a > 0 else b) * torch.rand(())
+
+    with R.scope(key):
+        return vmap(one)(x) + torch.rand(3)
+
+
+def _its_gradient(key, x):
+    with R.scope(key):
+        return grad(lambda x: (x * torch.rand(3) if x[0] > 0 else x).prod())(x) + torch.rand(3)
+
+
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")  # two vmaps that both part
+@pytest.mark.parametrize(
+    "f",
+    [
+        _in_a_branch,
+        _until_it_accepts,
+        _in_an_operator,
+        _entered_by_some,
+        _mapped_within,
+        _its_gradient,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_each_example_counts_its_draws_in_a_scope_of_its_own(f):
+    xs = data(3)
+    keys, inner = R.split(KEY, SIZE), R.split(R.key(3), 2)
+    expected = torch.stack([f(k, x) for k, x in zip(keys, xs, strict=True)])
+    torch.testing.assert_close(vmap(f)(keys, xs), expected)
+    shared = torch.stack([f(KEY, x) for x in xs])
+    torch.testing.assert_close(vmap(f, in_dims=(None, 0))(KEY, xs), shared)
+    nested = torch.stack([torch.stack([f(k, x) for x in xs]) for k in inner])
+    twice = vmap(vmap(f, in_dims=(None, 0)), in_dims=(0, None))
+    torch.testing.assert_close(twice(inner, xs), nested)
+    check(lambda x: f(R.key(1), x) + torch.rand(3), xs)
 
 
 # --- derivatives ---------------------------------------------------------------------------------

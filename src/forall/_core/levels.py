@@ -140,6 +140,13 @@ class Level:
     # True if the level decides how random numbers are drawn.
     draws = False
 
+    def take_next_draw(self, scope: Any) -> tuple:
+        """Return a scope's key, the number of the next draw, and the count after it.
+
+        Only a level that ``draws`` is asked.
+        """
+        raise NotImplementedError
+
     def restrict_value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Restrict a value of the root to the examples of this sub-level."""
         raise NotImplementedError

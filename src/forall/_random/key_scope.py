@@ -16,6 +16,7 @@ from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts
 from forall._compat.private_api import DispatchMode
 from forall._core.errors import format_columns
+from forall._core.levels import stack
 from forall._random import keys, torch_ops
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 class RandomScope:
     """A key and the number of its draws. The key is made lazily, as many scopes draw nothing.
 
-    ``counts`` is for a level with a key for each example. If its examples diverge, each has a count
-    of its own.
+    ``counts`` is for a scope within a vmap. If its examples diverge, each has a count of its own.
     """
 
     __slots__ = ("_key", "_make", "_served", "counts")
@@ -155,7 +155,7 @@ class scope:
         self._entered: list[_ResumedScope] = []
 
     def __enter__(self) -> None:
-        place = _ResumedScope(RandomScope(lambda: self._key), 0)
+        place = _ResumedScope(RandomScope(lambda: self._key, _find_counts()), 0)
         place.__enter__()
         self._entered.append(place)
 
@@ -166,6 +166,14 @@ class scope:
         trace: TracebackType | None,
     ) -> None:
         self._entered.pop().__exit__(kind, error, trace)
+
+
+def _find_counts() -> Callable[[Any], Any] | None:
+    """Return how a scope that is entered now counts draws: for each example of a vmap around."""
+    level = stack.top
+    while level is not None and not level.draws:
+        level = level.parent
+    return None if level is None else level.root.take_next_draw
 
 
 def next_key() -> torch.Tensor:

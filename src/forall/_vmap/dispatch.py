@@ -60,6 +60,7 @@ from forall._random import key_scope
 from forall._vmap import (
     boundary,
     failing_example,
+    randomness,
     registry,
     sparse_stack,
 )
@@ -110,6 +111,9 @@ class Operations(VmapLevel):
             shared.is_external = True
             return shared
         return boundary.broadcast_to_examples(tensor, self)
+
+    def take_next_draw(self, scope: key_scope.RandomScope) -> tuple:
+        return randomness.take_next_draw(scope, self)
 
     def fallback_value(self, tensor: BatchedTensor) -> torch.Tensor:
         return boundary.keep_shared(tensor) if tensor.axis is None else tensor

@@ -53,13 +53,16 @@ class CallRandomness:
             with run_outside(level), functions_off():
                 return wrap_stack(fold_each(key(), numbers), 0, level)
 
-        return key_scope.RandomScope(of_examples, lambda scope: _take_next_draw(scope, level))
+        return key_scope.RandomScope(of_examples, level.take_next_draw)
 
 
-def _take_next_draw(
+def take_next_draw(
     scope: key_scope.RandomScope, level: VmapLevel
 ) -> tuple[Callable[[], torch.Tensor], Any, Any]:
-    """The key of the examples that run, the number of their next draw, and all counts after it."""
+    """Return the key of the examples that run, their next draw's number, and all counts after it.
+
+    ``level`` is the innermost in which the scope was entered.
+    """
     served = scope.count
     outer = level.parent if stack.parted else None
     while outer is not None:
