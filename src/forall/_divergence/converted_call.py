@@ -317,7 +317,40 @@ def _call_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -
     if _has_numbers_for_ints(f, (*operands, *kwargs.values())):
         return interface.call_torch(func, operands, kwargs)
     found = call_on_stacks(func, operands, kwargs)
-    return f(*args, **kwargs) if found is None else found
+    if found is not None:
+        return found
+    if any(map(_holds_number, operands)) or any(map(_holds_number, kwargs.values())):
+        return _call_asking(f, args, kwargs)
+    return f(*args, **kwargs)
+
+
+def _call_asking(f: Any, args: tuple, kwargs: dict) -> Any:
+    """Call a function of torch that may ask for an int: a size, a dim, how many."""
+    ran = False
+
+    def run() -> Any:
+        nonlocal ran
+        if not ran:
+            ran = True
+            return f(*args, **kwargs)
+        named = {name: _concretize_numbers(v) for name, v in kwargs.items()}
+        return f(*map(_concretize_numbers, args), **named)
+
+    return interface.run_per_group(run, merge)
+
+
+def _concretize_numbers(value: Any) -> Any:
+    if type(value) is interface.BatchedScalar:
+        return value.concretize()
+    return type(value)(map(_concretize_numbers, value)) if _holds_number(value) else value
+
+
+def _holds_number(value: Any) -> bool:
+    """True for a number of each example, and for a tuple or list with one."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return any(type(v) is interface.BatchedScalar for v in value)
+    return kind is interface.BatchedScalar
 
 
 def _call_object(f: Any, args: tuple, kwargs: dict) -> Any:

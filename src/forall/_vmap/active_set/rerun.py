@@ -32,25 +32,41 @@ def run_per_group(
     todo, done = [get_active_set()], []
     while todo:
         world = todo.pop(0)
-        before = _take_side_effects()
+        before, known = _take_side_effects(), _find_divergence()
         try:
             with run_active_set(world):
                 done.append((world, run_repeatably(call)))
-        except Exception:
-            if done or todo:  # some examples fail and may catch it, others do not
-                raise CannotMerge(
-                    "code that is not converted fails for some examples alone"
-                ) from None
-            raise
-        except Diverged as parted:
-            root = parted.level
+        except (Exception, Diverged) as error:
+            parted = _find_divergence()
+            if parted is None or (known is not None and parted[1] is known[1]):
+                if isinstance(error, Exception) and (done or todo):
+                    # some examples fail and may catch it, others do not
+                    raise CannotMerge(
+                        "code that is not converted fails for some examples alone"
+                    ) from None
+                raise
+            root, (groups, _) = parted
             root.state.divergence = None
             if any(a is not b for a, b in zip(_take_side_effects(), before, strict=True)):
                 raise CannotMerge(
                     "code that is not converted wrote, or drew, before its examples parted"
                 ) from None
-            todo = _split_active_set(world, root, parted.groups) + todo
+            todo = _split_active_set(world, root, groups) + todo
     return done[0][1] if len(done) == 1 else join(done)
+
+
+def _find_divergence() -> tuple[Any, Any] | None:
+    """Return the level whose examples have diverged, and the note of it; None if none has one.
+
+    The note tells of an exception that torch's parsers have turned into a `TypeError` of theirs.
+    """
+    level = stack.top
+    while level is not None:
+        state = getattr(level.root, "state", None)
+        if state is not None and state.divergence is not None:
+            return level.root, state.divergence
+        level = level.parent
+    return None
 
 
 def _take_side_effects() -> tuple:
