@@ -98,6 +98,43 @@ def test_a_draw_of_no_floating_point_dtype():
         R.gumbel(KEY, (3,), torch.int64)
 
 
+@pytest.mark.parametrize(
+    "verb, call, text",
+    [
+        ("normal", lambda: R.normal(KEY, 3), "3 int"),
+        ("normal", lambda: R.normal(KEY, 3, 4), "3 int"),
+        ("uniform", lambda: R.uniform(KEY, (2.5,)), "(2.5,) tuple"),
+        ("randint", lambda: R.randint(KEY, 3, 0, 5), "3 int"),
+        ("choice", lambda: R.choice(KEY, 5, 3), "3 int"),
+        ("bernoulli", lambda: R.bernoulli(KEY, 0.5, 3), "3 int"),
+        ("split", lambda: R.split(KEY, -1), "(-1,) tuple"),
+        ("split", lambda: R.split(KEY, 2.0), "2.0 float"),
+    ],
+)
+def test_what_is_no_shape(verb, call, text):
+    with refused(
+        TypeError,
+        f"""
+        {verb}(key, ...): a shape is a tuple of ints, none of them negative.
+            shape   {text.replace(" ", "   ")}
+        For three numbers write (3,), for one number of no dims ().
+        """,
+    ):
+        call()
+
+
+def test_a_mean_in_the_place_of_the_dtype():
+    with refused(
+        TypeError,
+        """
+        forall.random: a dtype is one of torch's.
+            dtype   5.0   float
+        Take torch.float32, float64, float16 or bfloat16. For a mean and a deviation write mean + std * normal(key, shape).
+        """,
+    ):
+        R.normal(KEY, (3,), 5.0)
+
+
 def test_parameters_larger_than_the_shape():
     with refused(
         ValueError,

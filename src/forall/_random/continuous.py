@@ -9,8 +9,8 @@ import torch
 
 from forall._compat.documented_error import documented_error
 from forall._compat.shapes import broadcast_shapes
-from forall._core.errors import format_columns
-from forall._random.keys import draw_bits, split
+from forall._core.errors import format_columns, format_short, type_name_of
+from forall._random.keys import check_shape, draw_bits, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +44,13 @@ def draw_unit(verb: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) 
 def choose_dtype(dtype: torch.dtype | None, *parameters: Any) -> torch.dtype:
     """Return the dtype asked for, else that of the parameters, else torch's default."""
     if dtype is not None:
+        if not isinstance(dtype, torch.dtype):
+            raise documented_error(TypeError, "random-dtype")(
+                "forall.random: a dtype is one of torch's.\n"
+                f"{format_columns([('dtype', format_short(dtype), type_name_of(dtype))])}\n"
+                "Take torch.float32, float64, float16 or bfloat16. For a mean and a deviation "
+                "write mean + std * normal(key, shape)."
+            )
         return dtype
     found = [p.dtype for p in parameters if isinstance(p, torch.Tensor) and p.is_floating_point()]
     return max(found, key=lambda d: d.itemsize) if found else torch.get_default_dtype()
@@ -65,7 +72,7 @@ def check_draw_shape(
     together = broadcast_shapes(*parameters)
     if shape is None:
         return tuple(together)
-    shape = tuple(shape)
+    shape = check_shape(verb, shape)
     short = len(together) > len(shape)
     if short or any(n not in (1, m) for n, m in zip(together[::-1], shape[::-1], strict=False)):
         rows = [("shape", str(shape)), ("parameters", str(tuple(together)))]
@@ -131,7 +138,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = N
         >>> forall.random.normal(forall.random.key(0), (3,))
         tensor([ 1.6226,  2.0253, -0.4336])
     """
-    dtype = choose_dtype(dtype)
+    shape, dtype = check_shape("normal", shape), choose_dtype(dtype)
     if dtype.is_complex:
         real = dtype.to_real()
         a, b = (normal(k, shape, real) for k in split(key))

@@ -18,7 +18,7 @@ from forall._random.continuous import (
     gumbel,
     make_parameter,
 )
-from forall._random.keys import draw_bits, draw_words, split_words
+from forall._random.keys import check_shape, draw_bits, draw_words, split_words
 from forall._random.threefry import LOW, make_counters
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def choice(
     whole = isinstance(a, int)
     dim = 0 if whole else wrap_dim(dim, a.dim())
     n = a if whole else a.shape[dim]
-    shape = tuple(shape)
+    shape = check_shape("choice", shape)
     drawn = math.prod(shape)
     if drawn and (n < 1 or (not replace and drawn > n)):
         raise documented_error(ValueError, "random-range")(

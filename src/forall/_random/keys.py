@@ -66,7 +66,7 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
         tensor([1797259609, 2579123966])
     """
     k0, k1 = split_words("split", key)
-    shape = (num,) if isinstance(num, int) else tuple(num)
+    shape = check_shape("split", (num,) if isinstance(num, int) else num)
     return _make_key(threefry(k0, k1, *make_counters(shape, key.device)))
 
 
@@ -143,6 +143,20 @@ def check_key(call: str, key: Any) -> None:
         )
 
 
+def check_shape(verb: str, shape: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple; raise if it is none."""
+    is_shape = isinstance(shape, (tuple, list)) and all(
+        hasattr(type(n), "__index__") for n in shape
+    )
+    if not is_shape or any(isinstance(n, int) and n < 0 for n in shape):
+        raise documented_error(TypeError, "random-shapes")(
+            f"{verb}(key, ...): a shape is a tuple of ints, none of them negative.\n"
+            f"{format_columns([('shape', format_short(shape), type_name_of(shape))])}\n"
+            "For three numbers write (3,), for one number of no dims ()."
+        )
+    return tuple(shape)
+
+
 def _is_integer(value: Any) -> bool:
     """True for an int, or an integer tensor of rank 0."""
     if isinstance(value, torch.Tensor):
@@ -213,4 +227,5 @@ def draw_bits(verb: str, key: Tensor, shape: Sequence[int], width: int) -> Tenso
 
 def draw_words(verb: str, key: Tensor, shape: Sequence[int]) -> Words:
     """Return two random words for each entry of ``shape``."""
-    return threefry(*split_words(verb, key), *make_counters(tuple(shape), key.device))
+    words = split_words(verb, key)
+    return threefry(*words, *make_counters(check_shape(verb, shape), key.device))
