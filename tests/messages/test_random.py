@@ -99,7 +99,7 @@ def test_a_draw_of_no_floating_point_dtype():
 
 
 @pytest.mark.parametrize(
-    "verb, call, text",
+    ("verb", "call", "text"),
     [
         ("normal", lambda: R.normal(KEY, 3), "3 int"),
         ("normal", lambda: R.normal(KEY, 3, 4), "3 int"),
