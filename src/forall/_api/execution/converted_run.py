@@ -13,7 +13,7 @@ import torch
 
 from forall._api.execution.single_run import DivergedGroups, needs_plain_numbers, run_together
 from forall._compat import pytree
-from forall._compat.call_site import SourceLine, find_users_frame
+from forall._compat.call_site import SourceLine
 from forall._compat.storage import is_out_of_memory
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.wrapper_tensor import Wrapper
