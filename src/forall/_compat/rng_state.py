@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +28,18 @@ _noting = _OpenRecords.make_instance()
 
 # They set the state of a generator that all examples share.
 SEEDERS = frozenset(
-    {
-        torch.manual_seed,
-        torch.seed,
-        torch.set_rng_state,
-        torch.cuda.manual_seed,
-        torch.cuda.manual_seed_all,
-        torch.cuda.set_rng_state,
-        random.Random.seed,
-    }
+    map(
+        inspect.unwrap,  # torch._dynamo wraps some of them when it is imported
+        (
+            torch.manual_seed,
+            torch.seed,
+            torch.set_rng_state,
+            torch.cuda.manual_seed,
+            torch.cuda.manual_seed_all,
+            torch.cuda.set_rng_state,
+            random.Random.seed,
+        ),
+    )
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 import types
@@ -405,7 +406,7 @@ def call_unconverted(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> A
         return interface.run_per_group(lambda: f(*args, **kwargs), merge)
     if _has_iterator((*owners, *args, *kwargs.values())):
         return _call_consuming(f, args, kwargs)
-    if type(f) is types.FunctionType and f in SEEDERS:
+    if type(f) is types.FunctionType and inspect.unwrap(f) in SEEDERS:
         _refuse_seed_of_some(f, (*args, *kwargs.values()))
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
     run = functools.partial(f, *args, **kwargs)
