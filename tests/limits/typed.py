@@ -50,28 +50,46 @@ assert_type(grad(scalar)(params, x, scale=2.0), Params)
 assert_type(grad(with_aux, has_aux=True)(params, x), tuple[Params, list[str]])
 assert_type(vmap(grad(scalar), in_dims=(None, 0))(params, x), Params)
 assert_type(grad(grad(one))(x), Tensor)
-assert_type(grad(scalar, argnums=1)(params, x), Any)
+assert_type(grad(scalar, argnums=1)(params, x), Tensor)
+assert_type(grad(scalar, argnums=(0, 1))(params, x, scale=2.0), tuple[Params, Tensor])
+assert_type(vmap(grad(scalar, (0, 1)), in_dims=(None, 0))(params, x), tuple[Params, Tensor])
+assert_type(grad(scalar, argnums=(1, 0))(params, x), Any)
 assert_type(grad(scalar, argnames="p")(params, x=x), Any)
 assert_type(grad(with_aux, argnums=(0, 1), has_aux=True)(params, x), tuple[Any, list[str]])
 assert_type(grad_and_value(scalar)(params, x), tuple[Params, Tensor])
 assert_type(
     grad_and_value(with_aux, has_aux=True)(params, x), tuple[Params, tuple[Tensor, list[str]]]
 )
+assert_type(grad_and_value(scalar, 1)(params, x), tuple[Tensor, Tensor])
+assert_type(grad_and_value(scalar, (0, 1))(params, x), tuple[tuple[Params, Tensor], Tensor])
+of_examples: Callable[[Params, Tensor], Params] = vmap(grad(scalar))
 grad(scalar)(params)  # pyright: ignore[reportCallIssue]
 grad(scalar)(params, x, sale=2.0)  # pyright: ignore[reportCallIssue]
 
-# --- Jacobians: what goes beside them ----------------------------------------------------------
+# --- Jacobians: by a tensor of a tensor a tensor, by a tree of a tensor that tree ---------------
 
 aux = (params, x)
-assert_type(jacrev(one)(x), Any)
-assert_type(jacrev(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
-assert_type(jacrev(one, return_value=True)(x), tuple[Any, Tensor])
+assert_type(jacrev(one)(x), Tensor)
+assert_type(jacfwd(scalar)(params, x, scale=2.0), Params)
+assert_type(forall.jacobian(one)(x), Tensor)
+assert_type(jacrev(jacrev(one))(x), Tensor)
+assert_type(vmap(jacrev(scalar), in_dims=(None, 0))(params, x), Params)
+assert_type(jacrev(pair)(x, x), Any)
+assert_type(jacrev(one, (0,))(x), Any)
+assert_type(jacrev(with_aux, has_aux=True)(*aux), tuple[Params, list[str]])
+assert_type(jacrev(one, return_value=True)(x), tuple[Tensor, Tensor])
+assert_type(jacrev(pair, return_value=True)(x, x), tuple[Any, tuple[Tensor, Params]])
 assert_type(
-    jacrev(with_aux, has_aux=True, return_value=True)(*aux), tuple[Any, tuple[Tensor, list[str]]]
+    jacrev(with_aux, has_aux=True, return_value=True)(*aux),
+    tuple[Params, tuple[Tensor, list[str]]],
 )
-assert_type(jacfwd(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
-assert_type(forall.jacobian(one, return_value=True)(x), tuple[Any, Tensor])
-assert_type(jacfwd(one, return_value=True)(x), tuple[Any, Tensor])
+assert_type(jacfwd(with_aux, has_aux=True)(*aux), tuple[Params, list[str]])
+assert_type(forall.jacobian(one, return_value=True)(x), tuple[Tensor, Tensor])
+assert_type(jacfwd(one, return_value=True)(x), tuple[Tensor, Tensor])
+assert_type(hessian(one)(x), Tensor)
+assert_type(vmap(vmap(hessian(one)))(x), Tensor)
+assert_type(hessian(scalar)(params, x, scale=2.0), Any)
+assert_type(hessian(scalar, argnums=1)(params, x), Any)
 assert_type(hessian(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
 assert_type(hessian(one, return_value=True)(x), tuple[Any, tuple[Any, Tensor]])
 assert_type(
@@ -79,15 +97,19 @@ assert_type(
     tuple[Any, tuple[Any, Tensor, list[str]]],
 )
 jacrev(one)(x, x)  # pyright: ignore[reportCallIssue]
-hessian(one)(y=x)  # pyright: ignore[reportCallIssue]
+hessian(one)(x, x)  # pyright: ignore[reportCallIssue]
+hessian(one)("x")  # pyright: ignore[reportCallIssue, reportArgumentType]
+hessian(scalar)(params)  # pyright: ignore[reportCallIssue]
 
 # --- second derivatives ------------------------------------------------------------------------
 
 assert_type(forall.laplacian(one)(x), Tensor)
 assert_type(forall.laplacian(with_aux, has_aux=True)(*aux), tuple[Tensor, list[str]])
 assert_type(forall.laplacian(one, return_value=True)(x), tuple[Tensor, tuple[Any, Tensor]])
-assert_type(forall.hessian_diag(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
-assert_type(forall.hvp(with_aux, has_aux=True)(*aux, params), tuple[Any, list[str]])
+assert_type(forall.hessian_diag(scalar)(params, x), Params)
+assert_type(forall.hessian_diag(with_aux, has_aux=True)(*aux), tuple[Params, list[str]])
+assert_type(forall.hvp(scalar)(params, x, params), Params)
+assert_type(forall.hvp(with_aux, has_aux=True)(*aux, params), tuple[Params, list[str]])
 forall.laplacian(one)(x, x)  # pyright: ignore[reportCallIssue]
 
 # --- at a point --------------------------------------------------------------------------------
@@ -116,6 +138,11 @@ class Model:
 
 
 assert_type(forall.jit(one)(x), Tensor)
+assert_type(forall.jit(vmap(grad(scalar), in_dims=(None, 0)))(params, x), Params)
+assert_type(forall.jit(vmap(hessian(one)))(x), Tensor)
+assert_type(forall.jit(hessian(one)).cache_info().hits, int)
+assert_type(forall.linearize(grad(one), x), tuple[Tensor, Callable[[Tensor], Tensor]])
+assert_type(jvp(hessian(one), (x,), (x,)), tuple[Tensor, Tensor])
 assert_type(forall.jit(one, static_argnums=0).cache_info().hits, int)
 assert_type(forall.jit(one).kinds()[0].why, str | None)
 assert_type(Model().step(x, n=2), Tensor)
@@ -128,9 +155,14 @@ Model().step(x, x)  # pyright: ignore[reportArgumentType]
 
 assert_type(jacfwd(with_aux, 1, has_aux=True, randomness="same")(*aux), tuple[Any, list[str]])
 assert_type(jacrev(one, (0,), return_value=True, chunk_size="auto")(x), tuple[Any, Tensor])
-assert_type(forall.jacobian(with_aux, has_aux=True, holomorphic=True)(*aux), tuple[Any, list[str]])
+assert_type(
+    forall.jacobian(with_aux, has_aux=True, holomorphic=True)(*aux), tuple[Params, list[str]]
+)
 assert_type(forall.hvp(scalar, argnames="p", return_value=True)(*aux, params)[1][1], Tensor)
-assert_type(forall.hessian_diag(scalar, return_value=True)(params, x=x)[1], tuple[Any, Tensor])
+assert_type(
+    forall.hessian_diag(scalar, return_value=True)(params, x=x),
+    tuple[Params, tuple[Params, Tensor]],
+)
 assert_type(forall.per_example_grad_norm(scalar, in_dims=0)(params, x) is None, bool)
 assert_type(forall.explain(grad(one))(x).ways, tuple[str, ...])
 assert_type(forall.random.key(0), Tensor)
@@ -159,6 +191,10 @@ grad(lambda a: ((a * x).sum(), a), has_aux=True)(x)
 grad(one, 0, False)(x)
 jacrev(lambda p: p["w"])(params)
 hessian(lambda a: (x * a).sum(), return_value=True)(x)[1]
+hessian(lambda p: (p["w"] * x).sum())(params)["w"]["w"].sin()
+vmap(hessian(lambda p, a: (p["w"] * a).sum()), in_dims=(None, 0))(params, x)["w"]["w"].sin()
+forall.jit(vmap(hessian(lambda p, a: (p["w"] * a).sum()), in_dims=(None, 0)))(params, x)["w"]
+vmap(jacrev(lambda a: {"y": x * a}))(x)["y"]
 forall.laplacian(lambda a: (x * a).sum())(x).sin()
 vjp(lambda a, b: x * a * b["w"], x, params)[1](x)
 jvp(lambda a: x * a, (x,), (x,))

@@ -5,7 +5,18 @@ import torch
 from torch import Tensor, nn
 
 import forall
-from forall import functional_call, grad, grad_and_value, hessian, jacrev, jit, jvp, vjp, vmap
+from forall import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacrev,
+    jit,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
 
 Params = dict[str, Tensor]
 net = nn.Linear(3, 1)
@@ -30,7 +41,15 @@ out, tangent = jvp(one, (xs[0],), (xs[1],))
 result, pull = vjp(one, xs[0])
 back: tuple[Tensor, ...] = pull(result)
 parts = torch.stack([gradient, *back]).sum() + value + tangent + out + curvature.sum()
+both: tuple[Params, Tensor] = vmap(grad(loss, (0, 1)), in_dims=(None, 0, 0))(params, xs, ys)
+push: Tensor = linearize(grad(one), xs[0])[1](xs[1])
+weights: Tensor = jacrev(loss)(params, xs[0], ys[0])["weight"]
+vmap(grad(lambda x: x.sin().sum()))(xs)
+vmap(hessian(lambda p, x: (p["w"] * x).sum()), in_dims=(None, 0))({"w": xs[0]}, xs)["w"]["w"]
+jit(vmap(grad(lambda x: x.sin().sum())))(xs).sum()
+vmap(jacrev(lambda x: {"y": x.sin()}))(xs)["y"]
 report: str = str(forall.explain(vmap(one))(xs))
 
 vmap(one)("text")  # type: ignore[arg-type]
 wrong: str = vmap(one)(xs)  # type: ignore[assignment]
+more: str = vmap(hessian(one))(xs)  # type: ignore[assignment]

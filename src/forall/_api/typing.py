@@ -26,6 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")  # the result of the function
 # The argument that is differentiated. Without a bound every operator in a lambda is an error.
 A = TypeVar("A", bound=Any)
+A_contra = TypeVar("A_contra", bound=Any, contravariant=True)
+B = TypeVar("B", bound=Any)  # the argument after that one
 X = TypeVar("X")  # the aux
 Ts = TypeVarTuple("Ts")  # primals
 
