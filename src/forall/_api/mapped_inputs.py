@@ -452,7 +452,7 @@ def _find_hidden(thing: Any, level: Any) -> Any:
 
 
 class LeafPlace(NamedTuple):
-    """Where a leaf stands in the tree of a function's results."""
+    """The place of a leaf in the tree of a function's results."""
 
     spec: Any
     number: int
