@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ def make_data() -> tuple[Tensor, Tensor]:
     return xs, xs[:, :CLASSES].argmax(1)
 
 
-def make_state() -> dict[str, dict[str, Tensor] | Tensor]:
+def make_state() -> dict[str, Any]:
     """Return the state before the first step; ``losses`` has an entry for each step made."""
     generator = torch.Generator().manual_seed(1)
     params = {

@@ -317,7 +317,7 @@ def test_the_users_own_tangents():
         return tuple(forward_ad.unpack_dual(y).tangent for y in both)
 
     with forward_ad.dual_level():
-        total, most, rows = over(push)(XS)
+        total, most, rows = [*over(push)(XS)]
     assert total.tolist() == [-4.0] * 4
     assert most.tolist() == [-8.0] * 4
     assert torch.equal(rows, torch.ones(4, 4))

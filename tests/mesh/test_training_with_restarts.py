@@ -1,5 +1,6 @@
 """A training run of which a process is killed has the losses of one that nothing happened to."""
 
+import importlib
 import os
 import re
 import signal
@@ -27,9 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 @pytest.fixture
 def training(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import training_with_restarts
-
-    return training_with_restarts
+    return importlib.import_module("training_with_restarts")
 
 
 @contextmanager

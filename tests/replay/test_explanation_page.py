@@ -372,6 +372,12 @@ def browse(page, *flags):
     )
 
 
+def read_title(dom):
+    found = re.search("<title>(.*)</title>", dom)
+    assert found is not None
+    return found[1].split("; ")
+
+
 @in_a_browser
 def test_a_browser_shows_the_page(tmp_path):
     pictures = pytest.importorskip("matplotlib.image")
@@ -436,7 +442,7 @@ def test_a_notebook_shows_it_by_its_own_theme_and_the_explanations_style(
     )
     scheme = {"dark": 0, "light": 1}[systems]
     dom = browse(page, f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom").stdout
-    found = re.search("<title>(.*)</title>", dom)[1].split("; ")
+    found = read_title(dom)
     back, text = colours
     none = "rgba(0, 0, 0, 0)"
     assert found == [
@@ -452,7 +458,7 @@ def test_the_page_is_dark_where_the_system_is(scheme, colours, tmp_path):
     explain_diverging().to_html(page)
     page.write_text(page.read_text().replace("</body>", f"<script>{ASK}</script></body>"))
     dom = browse(page, f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom").stdout
-    assert re.search("<title>(.*)</title>", dom)[1].split("; ")[:2] == [*colours]
+    assert read_title(dom)[:2] == [*colours]
 
 
 def test_a_notebook_is_not_asked_for_the_systems_colours():
