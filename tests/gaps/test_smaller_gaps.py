@@ -155,28 +155,6 @@ def test_an_entrywise_function_of_what_has_no_tangent_inside_jvp():
     torch.testing.assert_close(jvp(f, (x,), (torch.ones_like(x),))[1], x + 1)
 
 
-@pytest.mark.filterwarnings("ignore:vmap. ")
-@pytest.mark.xfail(
-    strict=True, reason="in a pass after the call examples do not part", raises=RuntimeError
-)
-def test_a_number_that_a_backward_reads_in_rows_of_a_jacobian():
-    class Halved(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(_ctx, g):
-            steps = 0
-            while g.abs().sum().item() > 1:
-                g, steps = g / 2, steps + 1
-            return g * 2 * 2**steps
-
-    x = torch.tensor([1.0, 2.0], dtype=D)
-    found = jacrev(lambda x: Halved.apply(x * x) * x)(x)
-    torch.testing.assert_close(found, torch.diag(6 * x * x))
-
-
 @pytest.mark.xfail(strict=True, reason="a recorded call knows texts and numbers by their values")
 def test_which_of_two_equal_texts_it_is_asks_for_identity():
     sentinel = str(2.5)

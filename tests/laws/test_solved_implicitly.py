@@ -236,3 +236,22 @@ def test_rows_of_a_hook_that_asks():
     with pytest.warns(PerformanceWarning, match="one after another(.|\n)*sum\\(\\) > 1.5"):
         found = jacrev(hooked)(PLACES[0]), vmap(pull)(torch.eye(3, dtype=torch.float64))[0]
     torch.testing.assert_close(found, (want, want))
+
+
+@pytest.mark.filterwarnings("ignore:vjp. cotangents were pulled back one after another")
+def test_rows_of_a_jacobian_whose_backward_reads_its_cotangent():
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(_ctx, g):
+            steps = 0
+            while g.abs().sum().item() > 1:
+                g, steps = g / 2, steps + 1
+            return g * 2 * 2**steps
+
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    found = jacrev(lambda x: Halved.apply(x * x) * x)(x)
+    torch.testing.assert_close(found, torch.diag(6 * x * x))
