@@ -219,11 +219,8 @@ def run_failures(mesh, names):
 def run_with_agreement(mesh, how, sizes):
     """Return the outcome of a call with several collectives, with this setting."""
     xs = take_share(torch.arange(8.0), sizes, mesh.get_local_rank())
-    before, forall.config.agree = forall.config.agree, how
-    try:
+    with settings(agree=how):
         return vmap(lambda x: psum(x, "b") * x + pmax(x, "b"), axis_name="b", mesh=mesh)(xs)
-    finally:
-        forall.config.agree = before
 
 
 def make_one_call_more(mesh):

@@ -7,16 +7,9 @@ import torch
 
 import forall
 from mesh import rank_programs
-from mesh.pool import Pool, ask
+from mesh.pool import ask
 
 DIMS = (2, 0, 1)  # of each output of `curve`
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(3)
-    yield pool
-    pool.close()
 
 
 def join(how, number, parts):

@@ -6,16 +6,9 @@ from torch.utils._pytree import tree_leaves
 
 import forall
 from mesh import rank_programs
-from mesh.pool import Pool, ask
+from mesh.pool import ask
 
 SIZES = {1: (8,), 2: (5, 3), 3: (3, 1, 4)}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(3)
-    yield pool
-    pool.close()
 
 
 def check(answers, wants):

@@ -114,31 +114,29 @@ def refuse_mesh(verb: str, mesh: Any) -> None:
 
 def check_named_mesh(verb: str, mesh: Any) -> None:
     """Check a mesh whose dims are named axes."""
-    if is_mesh_class(type(mesh)):
-        if mesh.mesh_dim_names:
-            return
+    _check_is_mesh(verb, mesh)
+    if not mesh.mesh_dim_names:
         raise documented_error(ValueError, "mesh")(
             f"{verb}: the dims of the mesh have no names, by which collectives could know them.\n"
             f"{format_columns([('mesh', str(mesh))])}\n"
             'Name them: init_device_mesh("cuda", (8,), mesh_dim_names=("dp",)).'
         )
-    raise _make_no_mesh_error(verb, mesh)
 
 
-def _make_no_mesh_error(verb: str, mesh: Any) -> TypeError:
-    return documented_error(TypeError, "mesh")(
-        f"{verb}: mesh must be a torch.distributed DeviceMesh.\n"
-        f"{format_columns([('mesh', format_short(mesh), type_name_of(mesh))])}\n"
-        'Make one: init_device_mesh("cuda", (8,), mesh_dim_names=("dp",)).'
-    )
+def _check_is_mesh(verb: str, mesh: Any) -> None:
+    if not is_mesh_class(type(mesh)):
+        raise documented_error(TypeError, "mesh")(
+            f"{verb}: mesh must be a torch.distributed DeviceMesh.\n"
+            f"{format_columns([('mesh', format_short(mesh), type_name_of(mesh))])}\n"
+            'Make one: init_device_mesh("cuda", (8,), mesh_dim_names=("dp",)).'
+        )
 
 
 def check_mesh(verb: str, mesh: Any, randomness: Any = None) -> None:
     """Check a mesh, unless it is None."""
     if mesh is None:
         return
-    if not is_mesh_class(type(mesh)):
-        raise _make_no_mesh_error(verb, mesh)
+    _check_is_mesh(verb, mesh)
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         one = f'mesh["{names[0]}"]' if names else "a mesh with mesh_dim_names, and one of them"

@@ -22,9 +22,9 @@ from forall._compat.dispatch_state import (
 from forall._compat.documented_error import documented_error
 from forall._compat.private_api import PLAIN
 from forall._core import collective_ops as ops
-from forall._core.bound_meshes import bound, find_bound_dim
+from forall._core.bound_meshes import bound
 from forall._core.errors import format_columns, format_short, type_name_of
-from forall._core.find_axis import check_all_come, find_axis, has_axis
+from forall._core.find_axis import check_all_come, find_axis, find_bound_axis
 from forall._core.levels import run_outside, stack
 from forall._divergence.batched_scalar import BatchedScalar, number_to_tensor
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
@@ -51,17 +51,13 @@ def _take_bound_axes(func: Callable[..., R]) -> Callable[..., R]:
         if not bound.meshes:
             return func(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        name = given["axis_name"]
-        dims = [
-            (one, find_bound_dim(one))
-            for one in (name if type(name) is tuple else (name,))
-            if not has_axis(one)
-        ]
-        run: Callable = func
-        for one, dim in dims:
+        names = given["axis_name"]
+        found: Callable = func
+        for name in names if type(names) is tuple else (names,):
+            dim = find_bound_axis(name)
             if dim is not None:
-                run = bind_axes(run, (one,), dim)
-        return run(*args, **kwargs)
+                found = bind_axes(found, (name,), dim)
+        return found(*args, **kwargs)
 
     return call
 
@@ -523,7 +519,7 @@ def axis_size(axis_name: Hashable) -> int:
     """
     size = 1
     for name in axis_name if type(axis_name) is tuple else (axis_name,):
-        dim = None if not bound.meshes or has_axis(name) else find_bound_dim(name)
+        dim = find_bound_axis(name)
         size *= find_axis("axis_size", name)[0].size if dim is None else dim.size()
     return size
 

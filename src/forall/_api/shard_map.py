@@ -118,7 +118,7 @@ def shard_map(
 
         names = mesh.mesh_dim_names or ()
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def call_with_shapes(*args: Any, **kwargs: Any) -> Any:
             result = func(*args, **kwargs)
             if out_placements is None:
                 return result, None
@@ -133,7 +133,7 @@ def shard_map(
             ]
             return result, shapes
 
-        result, shapes = bind_axes(run, names, mesh)(*args, **kwargs)
+        result, shapes = bind_axes(call_with_shapes, names, mesh)(*args, **kwargs)
         if out_placements is None:
             return result
         blocks = dtensors.place_blocks(call, mesh, result, out_placements)

@@ -6,8 +6,9 @@ results of all messages are kept as long as the outermost call runs. A run that 
 them there, at the same places.
 
 They are kept only if a run may be undone: whoever undoes one has asked for the position first, as
-`PythonSnapshot` does. By default that is each call of several examples as it is, since examples may
-part up to its end. It is no call with ``divergence="error"``, and no program that cannot fail.
+`PythonSnapshot` does. By default a call of several examples may be undone up to its end, since its
+examples may part. A call with ``divergence="error"`` keeps no messages, and neither does a program
+that cannot fail.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forall._compat.call_site import find_users_line
 from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.bound_meshes import bound, find_bound_dim
 from forall._core.errors import AxisError, format_columns
 from forall._core.levels import stack
 
@@ -29,9 +30,14 @@ def _iter_axes() -> Iterator[tuple[Axis, Level]]:
             level = level.parent
 
 
-def has_axis(name: Hashable) -> bool:
-    """Return True if a level around the running code has an axis of this name."""
-    return any(axis.name == name for axis, _ in _iter_axes())
+def find_bound_axis(name: Hashable) -> Any:
+    """Return the bound mesh of one dim that is the axis of this name here.
+
+    It is None if a level around the running code has an axis of this name, or no bound mesh has it.
+    """
+    if not bound.meshes or any(axis.name == name for axis, _ in _iter_axes()):
+        return None
+    return find_bound_dim(name)
 
 
 def find_axis(verb: str, name: Hashable, operand: Any = None) -> tuple[Axis, Any]:

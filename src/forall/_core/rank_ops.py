@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 library = torch.library.Library("forall", "FRAGMENT")
 
 
-def _define(name: str, more: str = "", out: str = "Tensor") -> Any:
-    library.define(f"ranks_{name}(Tensor x, {more}str group, str place) -> {out}")
+def _define(name: str, more: str = "") -> Any:
+    library.define(f"ranks_{name}(Tensor x, {more}str group, str place) -> Tensor")
     return getattr(torch.ops.forall, f"ranks_{name}").default
 
 

@@ -329,7 +329,7 @@ def _call_asking(f: Any, args: tuple, kwargs: dict) -> Any:
     """Call a function of torch that may ask for an int: a size, a dim, how many."""
     ran = False
 
-    def run() -> Any:
+    def call_group() -> Any:
         nonlocal ran
         if not ran:
             ran = True
@@ -337,7 +337,7 @@ def _call_asking(f: Any, args: tuple, kwargs: dict) -> Any:
         named = {name: _concretize_numbers(v) for name, v in kwargs.items()}
         return f(*map(_concretize_numbers, args), **named)
 
-    return interface.run_per_group(run, merge)
+    return interface.run_per_group(call_group, merge)
 
 
 def _concretize_numbers(value: Any) -> Any:

@@ -296,7 +296,7 @@ class Frame(Region):
 def _make_operator(compute: Callable) -> Callable:
     """Return an operator that is applied for each lane's own containers, where they differ."""
 
-    def apply(a: Any, b: Any) -> Any:
+    def apply_to_lanes(a: Any, b: Any) -> Any:
         mixed = thread.mixed
         if mixed and (id(a) in mixed or id(b) in mixed):
             return subscripts.run_per_set(
@@ -305,7 +305,7 @@ def _make_operator(compute: Callable) -> Callable:
             )
         return compute(a, b)
 
-    return apply
+    return apply_to_lanes
 
 
 for _name, _operator in {

@@ -121,8 +121,10 @@ def _agree(group: RankGroup, what: str, call: str = "", size: int = 0) -> list[i
 
 
 def tell_failure(group: RankGroup, error: BaseException) -> None:
-    """Tell the other ranks of an error of this one, at the place where they wait for it."""
-    if isinstance(error, RankError) and error.is_lost:
+    """Tell the other ranks of an error of this one, unless all have it, where they wait for it."""
+    if config.now.agree == "never":
+        return
+    if isinstance(error, RankError) and (error.is_lost or group.id in error.told):
         return
     message = str(error).splitlines()[:1]
     text = f"{type(error).__name__}: {''.join(message)}{_find_line(error)}"

@@ -81,10 +81,10 @@ class AxisRanks:
         return _place(rows, by_target, self.local)
 
 
-def split_evenly(total: int, count: int, rank: int) -> int:
-    """Return how many of ``total`` examples a rank has, as `torch.chunk` splits them."""
+def split_evenly(total: int, count: int, rank: int) -> range:
+    """Return which of ``total`` examples a rank has, as `torch.chunk` splits them."""
     most = -(-total // count)
-    return max(0, min(most, total - rank * most))
+    return range(min(total, rank * most), min(total, (rank + 1) * most))
 
 
 def _select(stack: Tensor, rows: list[int]) -> Tensor:

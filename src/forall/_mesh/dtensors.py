@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from forall._mesh.axis_ranks import AxisRanks
 
 
-def make_local(x: DTensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor."""
+def make_local(call: TransformCall, mesh: DeviceMesh, x: DTensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, which must lie on this mesh."""
+    if x.device_mesh != mesh:
+        rows = [("mesh", str(mesh)), ("DTensor on", str(x.device_mesh)), ("it is", format_short(x))]
+        raise documented_error(ValueError, "mesh")(
+            f"{call}: a DTensor lies on another mesh than the examples.\n{format_columns(rows)}\n"
+            "Distribute it over the mesh of the call, or pass x.to_local()."
+        )
     return x.to_local(grad_placements=[*map(_transpose_placement, x.placements)])
 
 
@@ -91,9 +97,7 @@ class LocalArguments(NamedTuple):
         placements: list[Placement | None] = [None] * len(leaves)
         for i, x in enumerate(leaves):
             if isinstance(x, DTensor):
-                if x.device_mesh != mesh:
-                    raise _make_mesh_error(call, mesh, x)
-                leaves[i], placements[i] = make_local(x), x.placements[0]
+                leaves[i], placements[i] = make_local(call, mesh, x), x.placements[0]
         if all(placement is None for placement in placements):
             return None
         args, kwargs = pytree.unflatten(leaves, spec)
@@ -142,15 +146,14 @@ def take_blocks(call: TransformCall, mesh: DeviceMesh, args: tuple, in_placement
     def take(x: Any, placements: Sequence[Placement] | None) -> Any:
         if not isinstance(x, DTensor):
             return x
-        if x.device_mesh != mesh:
-            raise _make_mesh_error(call, mesh, x)
+        block = make_local(call, mesh, x)
         if placements is not None and tuple(x.placements) != tuple(placements):
             rows = [("placements", str(x.placements)), ("in_placements", str(tuple(placements)))]
             raise documented_error(ValueError, "placements")(
                 f"{call}: a DTensor has other placements than in_placements.\n"
                 f"{format_columns(rows)}\nCall x.redistribute(mesh, placements) before."
             )
-        return make_local(x)
+        return block
 
     taken = []
     for arg, placements in zip(args, wanted, strict=True):
@@ -216,11 +219,3 @@ def place_blocks(
     counts = [len(pytree.get_leaves(part)) for part in parts]
     placements = [p for p, n in zip(wanted, counts, strict=True) for _ in range(n)]
     return GlobalResults(mesh, leaves, spec, placements)
-
-
-def _make_mesh_error(call: TransformCall, mesh: DeviceMesh, x: DTensor) -> ValueError:
-    rows = [("mesh", str(mesh)), ("DTensor on", str(x.device_mesh)), ("it is", format_short(x))]
-    return documented_error(ValueError, "mesh")(
-        f"{call}: a DTensor lies on another mesh than the examples.\n{format_columns(rows)}\n"
-        "Distribute it over the mesh of the call, or pass x.to_local()."
-    )

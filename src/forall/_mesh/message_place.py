@@ -1,7 +1,8 @@
 """The place of the user's code where a message is sent, which is the same however the code runs.
 
-A line counts if it runs within the mapped function. A derivative that is taken outside runs
-below another line where the whole is recorded, or made from another place.
+A line counts if it runs within the mapped function. A derivative that is taken outside of the
+function may run below another line on each rank, for example where one rank replays it. So its
+messages name no line.
 """
 
 from __future__ import annotations

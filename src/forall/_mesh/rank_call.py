@@ -10,8 +10,8 @@ import torch
 from forall._compat import pytree
 from forall._compat.documented_error import documented_error
 from forall._compat.private_api import count_dispatch_modes
-from forall._core import communication_log, config, rank_ops
-from forall._core.errors import RankError, format_columns
+from forall._core import communication_log, rank_ops
+from forall._core.errors import format_columns
 from forall._core.levels import run_outside_all, stack
 from forall._mesh import rank_kernels  # noqa: F401 - the kernels are registered by it
 from forall._mesh.agreement import connect, tell_failure
@@ -71,7 +71,7 @@ class RankCall:
         is_mapped = any(d is not None for d in pytree.get_leaves(dims))
         if size is None or (is_mapped and (args or kwargs)):
             return None
-        return split_evenly(size, self.group.size, self.group.rank)
+        return len(split_evenly(size, self.group.size, self.group.rank))
 
     def begin(self, size: int, axis_size: int | None) -> AxisRanks:
         """Tell the other ranks of this rank's examples, and learn of theirs."""
@@ -92,13 +92,8 @@ class RankCall:
         """
         layouts = (f"{str(t.dtype).removeprefix('torch.')}{[*t.shape]}" for t in tensors)
         self._meet(f"{self.call} with {what} {', '.join(layouts)}", 0)
-        rank, count = self.group.rank, self.group.size
-        parts = []
-        for t in tensors:
-            total = t.shape[0] if t.dim() else 0
-            start = sum(split_evenly(total, count, other) for other in range(rank))
-            parts.append(range(start, start + split_evenly(total, count, rank)))
-        return parts
+        lengths = (t.shape[0] if t.dim() else 0 for t in tensors)
+        return [split_evenly(n, self.group.size, self.group.rank) for n in lengths]
 
     def _meet(self, what: str, size: int) -> list[int]:
         """Return ``size`` of each rank, once all are at the start of this call."""
@@ -115,9 +110,7 @@ class RankCall:
             if error is None:
                 with run_outside_all():
                     rank_ops.END(self.size, self.group.handle, str(self.call))
-            elif config.now.agree != "never" and not (
-                isinstance(error, RankError) and self.group.id in error.told
-            ):
+            else:
                 tell_failure(self.group, error)
         finally:
             if not self.is_inside:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from forall._core import communication_log, config
-from forall._core.errors import RankError
 from forall._core.rank_ops import OtherSizesError
 from forall._mesh.agreement import tell_failure
 from forall._mesh.rank_group import RankGroup, find_rank_group
@@ -34,7 +33,7 @@ class RankProgram:
     def __init__(self, handles: Sequence[str], may_fail: bool) -> None:
         self.handles, self.may_fail = handles, may_fail
 
-    def run(self, func: Callable[..., R], *args: object) -> R:
+    def run_program(self, func: Callable[..., R], *args: object) -> R:
         """Return ``func(*args)``, which runs the program.
 
         If the program may fail, an error leaves the log rewound, and the other ranks wait for the
@@ -57,17 +56,12 @@ class RankProgram:
             if self.may_fail and isinstance(error, Exception):
                 communication_log.rewind_log(position)
             else:
-                _tell_failure([group for group in entered if group.is_open], error)
+                for group in entered:
+                    if group.is_open:
+                        tell_failure(group, error)
             raise
         finally:
             for group in entered:
                 group.leave()
             if log is not None:
                 log.is_replay, log.keeps_messages = False, True
-
-
-def _tell_failure(groups: Sequence[RankGroup], error: BaseException) -> None:
-    for group in groups:
-        is_told = isinstance(error, RankError) and group.id in error.told
-        if not is_told and config.now.agree != "never":
-            tell_failure(group, error)

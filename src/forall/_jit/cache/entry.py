@@ -174,7 +174,9 @@ class CacheEntry:
             return MISSED, drawn
 
     def _run_program(self, tensors: Sequence[Tensor]) -> Any:
-        return self(tensors) if self.over_ranks is None else self.over_ranks.run(self, tensors)
+        return (
+            self(tensors) if self.over_ranks is None else self.over_ranks.run_program(self, tensors)
+        )
 
     def _is_final(self, error: Exception) -> bool:
         """Return True if the function cannot run after the program, which has communicated."""
