@@ -35,10 +35,10 @@ VALUES = {
     "axis_size": (None, 3),
     "_preallocate_and_copy": (False, True),
 }
-# Transforms whose calls are no one else's: a wrapper of `jit` has its kinds for itself, and what
-# `vjp` replays is the function that it was given, whatever it does with the results. The last is
-# torch's, and not replayed.
-OF_THEIR_OWN = {"jit", "vjp", "functionalize"}
+# Transforms whose calls are no one else's: a wrapper of `jit` has its kinds for itself, what `vjp`
+# replays is the function that it was given, whatever it does with the results, and a call of
+# `shard_map` is one of `vmap`. The last is torch's, and not replayed.
+OF_THEIR_OWN = {"jit", "vjp", "shard_map", "functionalize"}
 
 
 def transforms() -> dict:
@@ -187,12 +187,12 @@ def test_an_option_has_one_key_however_it_is_passed(at_once, monkeypatch):
 @pytest.mark.parametrize("name", sorted({*transforms()} - {"functionalize"}))
 def test_a_transform_refuses_arguments_that_it_does_not_take(name):
     transform = transforms()[name]
-    with pytest.raises(TypeError, match=rf"{name}\(\) missing .* argument: 'func'"):
+    with pytest.raises(TypeError, match=rf"{name}\(\) missing .* arguments?: 'func'"):
         transform()
     with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'other'"):
         transform(torch.sin, other=1)
     with pytest.raises(TypeError, match=rf"^{name}\(func\): func must be callable"):
-        transform(X, *([X] if name == "vjp" else []))
+        transform(X, *([X] if name in ("vjp", "shard_map") else []))
 
 
 @pytest.mark.parametrize("has_aux", [False, True])

@@ -74,7 +74,6 @@ def push_through_levels(h: Function, args: tuple, level: DualLevel) -> tuple:
         def run_there(*values: torch.Tensor) -> tuple:
             return apply_at_level(level.parent, h, values)
 
-        vars(run_there).update(vars(h))
         return run_there
 
     return lower_function(map_with_rule(h, further_out), args, level)
@@ -175,6 +174,7 @@ def push_by_transposing(func: Any, args: tuple, kwargs: dict, level: DualLevel) 
         shape[:] = [out_spec]
         return tuple(outs)
 
+    vars(h)["is_of_torch"] = func.namespace == "aten"
     outs = lower_function(h, tuple(graph_free(flat[i]) for i in places), level)
     return pytree.unflatten(list(outs), shape[0])
 
@@ -266,6 +266,7 @@ class _LoweredFunction(torch.autograd.Function):
                 found = compute_gradients(tuple(ys[i] for i in given), both[n:], own)
             return tuple(detach_from_run(found, run, torch.is_grad_enabled()))
 
+        vars(pull)["is_of_torch"] = _is_of_torch(ctx.h)
         both = (*args, *(cotangents[i] for i in given))
         found = iter(apply_at_level(find_innermost_of(both), pull, both))
         return None, None, *[next(found) if i in asked else None for i in range(n)]
@@ -346,15 +347,24 @@ def _push_by_transposing(
     """Return the results, and the tangents of those that vary, by transposing the pull-back."""
     ys = h(*args)
     live = [y for y in ys if y is not None and y.requires_grad] if moving else []
-    us = [make_leaf(_make_cotangent(y)) for y in live]
+    make_cotangent = torch.zeros_like if _is_of_torch(h) else _make_cotangent
+    us = [make_leaf(make_cotangent(y)) for y in live]
     return ys, _transpose_pullback(live, us, [args[i] for i in moving], ts)
+
+
+def _is_of_torch(h: Function) -> bool:
+    """True for a function that runs one of torch's own operators, or the backward of one."""
+    return getattr(h, "is_of_torch", False)
 
 
 def _make_cotangent(y: torch.Tensor) -> torch.Tensor:
     """Return a cotangent for ``y`` at which a pull-back is as it is anywhere.
 
-    A pull-back is linear, but its code may ask about the cotangent: an iterative solver has nothing
-    to do for zeros, and few steps for equal numbers. Sines of 1, 2, 3, ... are neither.
+    A pull-back is linear, but a user's code may ask about the cotangent: an iterative solver has
+    nothing to do for zeros, and few steps for equal numbers. Sines of 1, 2, 3, ... are neither.
+
+    Zeros do for torch's own operators, and are of every range: the backward of eigenvectors takes
+    only cotangents that are indifferent to their phases.
     """
     if y.is_nested:
         return torch.ones_like(y)

@@ -537,8 +537,9 @@ def apply_at_level(level: Level | None, h: Function, args: tuple) -> tuple:
 
 
 def map_with_rule(h: Function, make: Callable[[Function], Function]) -> Function:
-    """Return ``make(h)``, with ``make`` applied to its tangent rule too, if ``h`` has one."""
+    """Return ``make(h)`` with the attributes of ``h``; its tangent rule is mapped by ``make`` too."""
     made = make(h)
+    vars(made).update({**vars(h), **vars(made)})
     rule = getattr(h, "rule", None)
     if rule is not None:
         vars(made)["rule"] = lambda *how: make(rule(*how))

@@ -269,7 +269,15 @@ class ConvertedRun:
 
 
 def refuse_to_leave(t: ThreadState, left: list[HeapSlot]) -> None:
-    """Raise if an object that outlives the run holds a varying value."""
-    for slot in left:
-        if slot.varies(t) and slot.has_other_references():
-            raise Unsplittable("an object that outlives the call holds what varies")
+    """Raise if an object that outlives the run holds a varying value.
+
+    Empties ``left``: objects that nothing else refers to are let go, then those that only they
+    held, and so on.
+    """
+    while dead := [slot for slot in left if not slot.has_other_references()]:
+        left[:] = [slot for slot in left if slot.has_other_references()]
+        for slot in dead:
+            t.mixed.pop(slot.key, None)
+        del dead, slot
+    if any(slot.varies(t) for slot in left):
+        raise Unsplittable("an object that outlives the call holds what varies")

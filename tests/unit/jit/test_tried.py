@@ -36,11 +36,16 @@ def chain(dtype=torch.float32, k=40):
     return made, [product(0, 1, 3), product(3, 2, 4)], [product(1, 2, 5), product(0, 5, 6)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_another_order_of_products_has_other_bits(dtype):
     made, left, right = chain(dtype)
     assert have_same_bits(made, left, left)
     assert not have_same_bits(made, left, right)
+
+
+def test_of_sums_that_are_rounded_at_the_end_nothing_is_said():
+    made, left, _ = chain(torch.bfloat16)
+    assert not have_same_bits(made, left, left)
 
 
 def test_of_few_entries_nothing_is_said():
