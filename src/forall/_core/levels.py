@@ -537,7 +537,7 @@ def apply_at_level(level: Level | None, h: Function, args: tuple) -> tuple:
 
 
 def map_with_rule(h: Function, make: Callable[[Function], Function]) -> Function:
-    """Return ``make(h)`` with the attributes of ``h``; its tangent rule is mapped by ``make`` too."""
+    """Return ``make(h)`` with the attributes of ``h``; its tangent rule is made anew likewise."""
     made = make(h)
     vars(made).update({**vars(h), **vars(made)})
     rule = getattr(h, "rule", None)

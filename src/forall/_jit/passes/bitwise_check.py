@@ -6,8 +6,8 @@ NOTE [the same bits]
     with its own rounding, have the same bits, all have. This tells whether a product of matrices
     with other strides, or one that begins with a bias, adds in the same order.
 
-    Kernels of bfloat16 and float16 sum in float32 and round at the end, so that two orders differ in
-    one entry of some thousands. Trials cannot tell them apart, and the answer is no.
+    Kernels of bfloat16 and float16 sum in float32 and round at the end, so that two orders differ
+    in one entry of some thousands. Trials cannot tell them apart, and the answer is no.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _DTYPES = frozenset({torch.float32, torch.float64})
 def can_try_bits(values: Sequence[Value], nodes: Sequence[OpNode]) -> bool:
     """True if these operators have small float32 or float64 tensors on the CPU alone."""
     layouts = [values[n].layout for node in nodes for n in (*node.reads(), *node.makes())]
-    return all(
-        x.device == _CPU and x.dtype in _DTYPES and prod(x.shape) <= _MOST for x in layouts
-    )
+    return all(x.device == _CPU and x.dtype in _DTYPES and prod(x.shape) <= _MOST for x in layouts)
 
 
 def have_same_bits(values: Sequence[Value], old: Sequence[OpNode], new: Sequence[OpNode]) -> bool:
