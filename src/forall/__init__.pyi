@@ -107,6 +107,14 @@ class _Hessian(Generic[A_contra, P]):
         self: _Hessian[Tensor, P], x: Tensor, /, *args: P.args, **kwargs: P.kwargs
     ) -> Tensor: ...
     @overload
+    def __call__(
+        self: _Hessian[dict[X, Tensor], P],
+        x: dict[X, Tensor],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> dict[X, dict[X, Tensor]]: ...
+    @overload
     def __call__(self, x: A_contra, /, *args: P.args, **kwargs: P.kwargs) -> Any: ...
 
 class _JittedHessian(_Hessian[A_contra, P]):
@@ -180,6 +188,15 @@ def grad(
 @overload
 def grad(
     func: Callable[Concatenate[A, B, P], Tensor],
+    argnums: tuple[Literal[1], Literal[0]],
+    has_aux: Literal[False] = False,
+    *,
+    argnames: None = None,
+    holomorphic: bool = False,
+) -> _Derivative[A, Concatenate[B, P], tuple[B, A]]: ...
+@overload
+def grad(
+    func: Callable[Concatenate[A, B, P], Tensor],
     argnums: tuple[Literal[0], Literal[1]],
     has_aux: Literal[False] = False,
     *,
@@ -231,6 +248,15 @@ def grad_and_value(
     argnames: None = None,
     holomorphic: bool = False,
 ) -> _Derivative[A, Concatenate[B, P], tuple[B, R]]: ...
+@overload
+def grad_and_value(
+    func: Callable[Concatenate[A, B, P], R],
+    argnums: tuple[Literal[1], Literal[0]],
+    has_aux: bool = False,
+    *,
+    argnames: None = None,
+    holomorphic: bool = False,
+) -> _Derivative[A, Concatenate[B, P], tuple[tuple[B, A], R]]: ...
 @overload
 def grad_and_value(
     func: Callable[Concatenate[A, B, P], R],
@@ -469,6 +495,30 @@ def hessian(
     holomorphic: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> _Hessian[A, P]: ...
+@overload
+def hessian(
+    func: Callable[Concatenate[A, Tensor, P], Tensor],
+    argnums: Literal[1],
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, Concatenate[Tensor, P], Tensor]: ...
+@overload
+def hessian(
+    func: Callable[Concatenate[Tensor, P], Tensor],
+    argnums: Literal[0] = 0,
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[Tensor, P, tuple[Tensor, tuple[Tensor, Tensor]]]: ...
 @overload
 def hessian(
     func: Callable[P, Any],

@@ -53,7 +53,7 @@ assert_type(grad(grad(one))(x), Tensor)
 assert_type(grad(scalar, argnums=1)(params, x), Tensor)
 assert_type(grad(scalar, argnums=(0, 1))(params, x, scale=2.0), tuple[Params, Tensor])
 assert_type(vmap(grad(scalar, (0, 1)), in_dims=(None, 0))(params, x), tuple[Params, Tensor])
-assert_type(grad(scalar, argnums=(1, 0))(params, x), Any)
+assert_type(grad(scalar, argnums=(1, 0))(params, x), tuple[Tensor, Params])
 assert_type(grad(scalar, argnames="p")(params, x=x), Any)
 assert_type(grad(with_aux, argnums=(0, 1), has_aux=True)(params, x), tuple[Any, list[str]])
 assert_type(grad_and_value(scalar)(params, x), tuple[Params, Tensor])
@@ -62,6 +62,7 @@ assert_type(
 )
 assert_type(grad_and_value(scalar, 1)(params, x), tuple[Tensor, Tensor])
 assert_type(grad_and_value(scalar, (0, 1))(params, x), tuple[tuple[Params, Tensor], Tensor])
+assert_type(grad_and_value(scalar, (1, 0))(params, x), tuple[tuple[Tensor, Params], Tensor])
 of_examples: Callable[[Params, Tensor], Params] = vmap(grad(scalar))
 grad(scalar)(params)  # pyright: ignore[reportCallIssue]
 grad(scalar)(params, x, sale=2.0)  # pyright: ignore[reportCallIssue]
@@ -88,10 +89,12 @@ assert_type(forall.jacobian(one, return_value=True)(x), tuple[Tensor, Tensor])
 assert_type(jacfwd(one, return_value=True)(x), tuple[Tensor, Tensor])
 assert_type(hessian(one)(x), Tensor)
 assert_type(vmap(vmap(hessian(one)))(x), Tensor)
-assert_type(hessian(scalar)(params, x, scale=2.0), Any)
-assert_type(hessian(scalar, argnums=1)(params, x), Any)
+assert_type(hessian(scalar)(params, x, scale=2.0), dict[str, Params])
+assert_type(vmap(hessian(scalar), in_dims=(None, 0))(params, x), dict[str, Params])
+assert_type(hessian(scalar, argnums=1)(params, x), Tensor)
+assert_type(vmap(hessian(scalar, 1), in_dims=(None, 0))(params, x), Tensor)
 assert_type(hessian(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
-assert_type(hessian(one, return_value=True)(x), tuple[Any, tuple[Any, Tensor]])
+assert_type(hessian(one, return_value=True)(x), tuple[Tensor, tuple[Tensor, Tensor]])
 assert_type(
     hessian(with_aux, has_aux=True, return_value=True)(*aux),
     tuple[Any, tuple[Any, Tensor, list[str]]],

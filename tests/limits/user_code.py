@@ -44,6 +44,7 @@ parts = torch.stack([gradient, *back]).sum() + value + tangent + out + curvature
 both: tuple[Params, Tensor] = vmap(grad(loss, (0, 1)), in_dims=(None, 0, 0))(params, xs, ys)
 push: Tensor = linearize(grad(one), xs[0])[1](xs[1])
 weights: Tensor = jacrev(loss)(params, xs[0], ys[0])["weight"]
+blocks: dict[str, Params] = hessian(loss)(params, xs[0], ys[0])
 vmap(grad(lambda x: x.sin().sum()))(xs)
 vmap(hessian(lambda p, x: (p["w"] * x).sum()), in_dims=(None, 0))({"w": xs[0]}, xs)["w"]["w"]
 jit(vmap(grad(lambda x: x.sin().sum())))(xs).sum()
