@@ -10,6 +10,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -23,6 +24,7 @@ from forall._api.execution import converted_run
 from forall._auto_replay import policy
 from forall._jit import deadline
 from forall._jit.backends import torchscript
+from sampling import SAMPLED, is_in_sample
 
 REPLAY = forall.config.replay
 # What is measured would run one way today and another tomorrow.
@@ -30,7 +32,6 @@ forall.config.parting = os.environ.get("FORALL_PARTING") or "together"
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") in ("jit", "fastmath")
 ASIDE = {"replay", "jit", "test_not_replayed.py"}  # that test the recording itself
-SAMPLED = bool(os.environ.get("FORALL_SAMPLED"))
 PRODUCT, ONE_IN_PRODUCT = (
     60,
     3,
@@ -84,10 +85,10 @@ def _function(item: pytest.Item) -> str:
 
 
 def _is_in_sample(item: pytest.Item, cases: Counter[str]) -> bool:
-    name = item.nodeid.encode()
-    if SAMPLED and crc32(name) % _one_in(item, cases[_function(item)]):
+    if not is_in_sample(item.nodeid, _one_in(item, cases[_function(item)])):
         return False
-    return not crc32(name[::-1]) % ONE_OF  # another order, or it would be cases of sweeps alone
+    # Another order, or it would be cases of sweeps alone.
+    return not crc32(item.nodeid.encode()[::-1]) % ONE_OF
 
 
 def _one_in(item: pytest.Item, cases: int) -> int:
@@ -98,6 +99,19 @@ def _one_in(item: pytest.Item, cases: int) -> int:
 
 
 def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path != _files[-1]:  # a new file: what tests have imported and cached meanwhile stays
+        _freeze()
+        _files[:] = [item.path]
+
+
+_files: list[Path | None] = [None]
+
+
+def _freeze() -> None:
     """Torch and the tests stay: to look for garbage among them takes most of a second."""
     gc.collect()
     gc.freeze()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -36,7 +35,6 @@ from limits.programs import NOT_FORWARD, SHAPES, D, Machine, Program
 from limits.test_random_programs import many, outcome, programs
 from oracle import difference
 
-SAMPLED = bool(os.environ.get("FORALL_SAMPLED"))
 pick = st.integers(0, 11)
 WEIGHT = torch.zeros(2)  # each side has its own
 PROGRAM: Any = None  # and here too
@@ -445,7 +443,7 @@ def all_agree(programs_: int, *ways: Way) -> Counter[str]:
 
 
 def test_histories():
-    count = all_agree(100 if SAMPLED else 200, jitted, replayed, anew)
+    count = all_agree(200, jitted, replayed, anew)
     assert 5 * count["jitted"] > count["calls"], count
     assert 10 * count["replayed"] > count["calls"], count
     assert 20 * count["anew"] > count["calls"], count

@@ -15,9 +15,10 @@ import torch
 import forall
 from forall import grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from laws.test_nothing_is_lost import state
+from sampling import SAMPLED
 
 D = torch.float64
-FEW = "1000" if os.environ.get("FORALL_SAMPLED") else "3000"
+FEW = "1000" if SAMPLED else "3000"
 CALLS = int(os.environ.get("FORALL_CALLS") or FEW)
 W = torch.tensor([0.3, -0.2], dtype=D, requires_grad=True)
 

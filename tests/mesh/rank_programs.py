@@ -580,11 +580,11 @@ def name_dim(mesh, name):
     return DeviceMesh.from_group(mesh.get_group(), "cpu", mesh_dim_names=(name,))
 
 
-def run_in_axes(mesh, transforms):
-    """Return each program's outcome with this rank's example, by ``axes`` and by ``shard_map``."""
+def run_in_axes(mesh, cases):
+    """Return each case's outcome with this rank's example, by ``axes`` and by ``shard_map``."""
     mesh, found = name_dim(mesh, "i"), {}
     x = EXAMPLES[mesh.get_local_rank()]
-    for name, transform in itertools.product(PROGRAMS, transforms):
+    for name, transform in cases:
         try:
             f = INSIDE[transform][0](named(PROGRAMS[name]))
             with forall.axes(mesh):

@@ -65,6 +65,7 @@ def check_program(seed):
         check(jacfwd(f)(xs), jacfwd(of_all)(xs))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_a_random_program_is_the_program_on_the_stack(first):
     for seed in range(first, first + PER_TEST):

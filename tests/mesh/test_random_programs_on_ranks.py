@@ -14,7 +14,7 @@ from mesh.random_programs import FIRST_SEEDS, PER_TEST, draw_shares, run_forms
 pytestmark = pytest.mark.filterwarnings("ignore:jit.*not recorded")  # it has a branch
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_a_random_program_on_two_ranks_is_that_of_one_process(pool, first):
     seeds = [*range(first, first + PER_TEST)]
