@@ -142,7 +142,7 @@ def wrong(made: Cached, used: list, first: str, truth: dict[str, list[Any]]) -> 
             yield f"{first}, then {then}: {off}"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("made", MADE)
 def test_each_call_can_use_what_another_has_cached(made):
     truth = truths(MADE[made], USED)
