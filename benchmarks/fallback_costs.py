@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forall
-from run import keep_memory
+from measure import keep_memory
 from workloads.fallbacks import ROWS, build, taken
 
 

@@ -1,6 +1,7 @@
 """Measuring the contestants of one workload side by side."""
 
 import contextlib
+import ctypes
 import gc
 import math
 import time
@@ -20,6 +21,19 @@ Built = Sequence[tuple[Workload, Contestants]]
 
 class Disagreement(Exception):
     """A contestant failed, or computed other values than the hand-written program."""
+
+
+def keep_memory() -> None:
+    """Let the C library keep what is freed, where it can be told so.
+
+    Otherwise it hands large blocks back to the system whenever they come to lie last on its heap,
+    and takes them anew, page by page: that doubles the time of whichever contestant it befalls.
+    """
+    trim_threshold, mmap_max = -1, -4
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(trim_threshold, 1 << 30)
+        library.mallopt(mmap_max, 0)
 
 
 def synchroniser(device: torch.device) -> Callable[[], None]:

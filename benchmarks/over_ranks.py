@@ -15,10 +15,11 @@ from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forall
-from forall import grad, jacrev, pmean, psum, vmap
+from forall import grad, jacrev, per_example_grad_norm, pmean, psum, vmap
+from measure import keep_memory
 
 RANKS = 2
-CALLS = 10  # of a contestant in each round
+CALLS = 5  # of a contestant in each round
 Program = Callable[[], Any]
 
 
@@ -32,7 +33,7 @@ class Row(NamedTuple):
     agrees: bool = True  # what the two return is to be compared
 
 
-def clipped_gradients(mesh: DeviceMesh) -> Row:
+def clipped_gradients(mesh: DeviceMesh, *, by_norms: bool = False) -> Row:
     """Return the sum of clipped per-example gradients of an MLP, over the examples of all ranks."""
     torch.manual_seed(0)
     params = {
@@ -42,7 +43,7 @@ def clipped_gradients(mesh: DeviceMesh) -> Row:
         "b2": torch.zeros(10),
     }
     torch.manual_seed(1 + mesh.get_local_rank())
-    xs, ys = torch.randn(256, 64), torch.randint(10, (256,))
+    xs, ys = torch.randn(1024, 64), torch.randint(10, (1024,))
 
     def loss(p: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(x @ p["w1"].T + p["b1"])
@@ -69,15 +70,29 @@ def clipped_gradients(mesh: DeviceMesh) -> Row:
         axis_name="b",
         mesh=mesh,
     )
-    return Row("clipped per-example gradients", by_hand, f, (params, xs, ys))
+    if not by_norms:
+        return Row("clipped per-example gradients", by_hand, f, (params, xs, ys))
+
+    def clip_by_norms(p: dict, xs: torch.Tensor, ys: torch.Tensor) -> dict:
+        scale = 1 / per_example_grad_norm(loss)(p, xs, ys).clamp(min=1)
+        total = grad(lambda p: (scale * vmap(loss, (None, 0, 0))(p, xs, ys)).sum())(p)
+        return psum(total, "ranks")
+
+    f = forall.shard_map(clip_by_norms, mesh)
+    return Row("the same by per_example_grad_norm", by_hand, f, (params, xs, ys))
+
+
+def clipped_by_norms(mesh: DeviceMesh) -> Row:
+    """Return the same gradients, of which none is made for an example by itself."""
+    return clipped_gradients(mesh, by_norms=True)
 
 
 def sharded_jacobian(mesh: DeviceMesh) -> Row:
-    """Return this rank's rows of the Jacobian of an MLP with 256 outputs."""
+    """Return this rank's rows of the Jacobian of an MLP with 1024 outputs."""
     torch.manual_seed(0)
-    w1, w2 = torch.randn(256, 128) / 16, torch.randn(256, 256) / 16
-    x, half = torch.randn(128), 256 // RANKS
-    rows = torch.eye(256)[mesh.get_local_rank() * half :][:half]
+    w1, w2 = torch.randn(1024, 1024) / 32, torch.randn(1024, 1024) / 32
+    x, half = torch.randn(1024), 1024 // RANKS
+    rows = torch.eye(1024)[mesh.get_local_rank() * half :][:half]
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(w2 @ torch.tanh(w1 @ x))
@@ -89,10 +104,10 @@ def sharded_jacobian(mesh: DeviceMesh) -> Row:
     return Row("sharded Jacobian", by_hand, jacrev(f, mesh=mesh), (x,))
 
 
-def batch_norm(mesh: DeviceMesh) -> Row:
+def batch_norm(mesh: DeviceMesh, size: int = 8192, name: str = "batch norm by pmean") -> Row:
     """Return a batch normalized by the mean and the variance over the examples of all ranks."""
     torch.manual_seed(1 + mesh.get_local_rank())
-    xs, count = torch.randn(512, 1024), 512 * RANKS
+    xs, count = torch.randn(size, 1024), size * RANKS
 
     def by_hand() -> torch.Tensor:
         mean = xs.sum(0) / count
@@ -106,10 +121,15 @@ def batch_norm(mesh: DeviceMesh) -> Row:
         centered = x - pmean(x, "b")
         return centered * (pmean(centered.square(), "b") + 1e-5).rsqrt()
 
-    return Row("batch norm by pmean", by_hand, vmap(normalize, axis_name="b", mesh=mesh), (xs,))
+    return Row(name, by_hand, vmap(normalize, axis_name="b", mesh=mesh), (xs,))
 
 
-ROWS = (clipped_gradients, sharded_jacobian, batch_norm)
+def small_batch_norm(mesh: DeviceMesh) -> Row:
+    """Return a batch so small that messages take most of the time."""
+    return batch_norm(mesh, 512, "batch norm of few examples")
+
+
+ROWS = (clipped_gradients, clipped_by_norms, sharded_jacobian, batch_norm, small_batch_norm)
 SETTINGS = {"default": "each", "jit": "each", "jit, agree='call'": "call", "jit, 'never'": "never"}
 
 
@@ -169,6 +189,7 @@ def measure(row: Row, rounds: int) -> list[str]:
 
 def serve(rank: int, store: str, rounds: int, out: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    keep_memory()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ranks",))

@@ -1,8 +1,6 @@
 """Compare forall with torch.func, the loop, and hand-written programs; see --help."""
 
 import argparse
-import contextlib
-import ctypes
 import os
 import sys
 import traceback
@@ -25,7 +23,7 @@ import picture
 import report
 import sizes
 import workloads  # noqa: F401
-from measure import Built, make, measure
+from measure import Built, keep_memory, make, measure
 from registry import WORKLOADS, Workload
 
 RESULTS = Path(__file__).with_name("results.md")
@@ -69,19 +67,6 @@ def arguments() -> argparse.Namespace:
     if options.sections is None:
         options.sections = ["times"] if options.only else SECTIONS
     return options
-
-
-def keep_memory() -> None:
-    """Let the C library keep what is freed, where it can be told so.
-
-    Otherwise it hands large blocks back to the system whenever they come to lie last on its heap,
-    and takes them anew, page by page: that doubles the time of whichever contestant it befalls.
-    """
-    trim_threshold, mmap_max = -1, -4
-    with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        library.mallopt(trim_threshold, 1 << 30)
-        library.mallopt(mmap_max, 0)
 
 
 def prepare(options: argparse.Namespace) -> torch.device:

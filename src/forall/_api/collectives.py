@@ -125,6 +125,30 @@ def _apply_to_each(
     return made
 
 
+_SUMS = frozenset({ops.PSUM, ops.PMEAN})
+
+
+def _sum_over_ranks(op: Any, tensors: list[Tensor], axis: Axis) -> list[Tensor]:
+    """Return the sum or the mean of each tensor over the examples of all ranks.
+
+    See NOTE [a sum over ranks] in `_core.collective_ops`. Tensors of one dtype are one message.
+    """
+    ranks = axis.ranks
+    local = axis._replace(size=ranks.local)
+    sums = [_apply(ops.PSUM_HERE, t, local) for t in tensors]
+    made = [*tensors]
+    for places in _find_alike(sums):
+        parts = [sums[i] for i in places]
+        one = len(parts) == 1
+        total = ranks.add_up(parts[0] if one else torch.cat([t.reshape(-1) for t in parts]))
+        if op is ops.PMEAN:
+            total = total / ranks.total
+        totals = [total] if one else total.split([t.numel() for t in parts])
+        for i, t, part in zip(places, parts, totals, strict=True):
+            made[i] = _apply(ops.SHARE, part.reshape(t.shape), local)
+    return made
+
+
 def _find_alike(tensors: list[Tensor]) -> list[list[int]]:
     """Return groups of places: the tensors of a group can be concatenated, once they are flat."""
     groups: dict[Any, list[int]] = {}
@@ -160,15 +184,16 @@ def _check_leaf(call: str, leaf: Any) -> Any:
 
 
 def _reduce(verb: str, op: Any, x: Any, axis_name: Any, on_number: Callable[[Any], Any]) -> Any:
-    if type(x) is BatchedTensor and type(axis_name) is not tuple:  # most often
-        return _apply(op, x, _find_one(verb, axis_name, x))
     names = axis_name if type(axis_name) is tuple else (axis_name,)
     axes = [_find_one(verb, name, x) for name in names]
+    if type(x) is BatchedTensor and len(axes) == 1 and axes[0].ranks is None:  # most often
+        return _apply(op, x, axes[0])
 
     def reduce_leaves(leaves: list) -> list:
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         for axis in axes:
-            tensors = _apply_to_each(op, tensors, axis)
+            reduce = _apply_to_each if axis.ranks is None or op not in _SUMS else _sum_over_ranks
+            tensors = reduce(op, tensors, axis)
         made = iter(tensors)
         return [next(made) if isinstance(t, torch.Tensor) else on_number(t) for t in leaves]
 

@@ -8,6 +8,13 @@ NOTE [derivatives of collectives]
     The derivative of a collective is that of the program over all examples: what one example's
     result depends on in another example comes back to that one. So the pull-back of a linear
     collective is its transpose, which is a collective too, and its push-forward is itself.
+
+NOTE [a sum over ranks]
+    A sum over the examples of all ranks is three steps: `PSUM_HERE` adds up the examples of this
+    rank, `rank_ops.SUM` the sums of all ranks, and `SHARE` gives the total to each example. Between
+    the first and the last, values are of the rank and not of its examples. So the tensors of a tree
+    can be one message without a copy of all examples' entries. `PSUM_HERE` and `SHARE` are each
+    other's transpose.
 """
 
 from __future__ import annotations
@@ -44,6 +51,9 @@ ALL_GATHER = _define("all_gather")  # (*S) -> (N, *S)
 PSUM_SCATTER = _define("psum_scatter")  # (N, *S) -> (*S)
 ALL_TO_ALL = _define("all_to_all")  # (N, *S) -> (N, *S)
 PPERMUTE = _define("ppermute", "int[] sources, int[] targets, ")  # (*S) -> (*S)
+# See NOTE [a sum over ranks]; their size is the number of this rank's examples.
+PSUM_HERE = _define("psum_here")  # (*S) -> (*S) of the rank
+SHARE = _define("share")  # (*S) of the rank -> (*S)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -71,6 +81,8 @@ _TRANSPOSES: dict[Any, tuple[Any, Callable[..., tuple]]] = {
     PSUM_SCATTER: (ALL_GATHER, _same),
     ALL_TO_ALL: (ALL_TO_ALL, _same),
     PPERMUTE: (PPERMUTE, swap),
+    PSUM_HERE: (SHARE, _same),
+    SHARE: (PSUM_HERE, _same),
 }
 _OF_AXES = frozenset({*_TRANSPOSES, PMAX, PMIN})
 
@@ -219,6 +231,8 @@ def _refuse(x: Tensor, *rest: Any) -> Tensor:
 
 for _op, _kernel in (
     (PSUM, lambda x, axis, size: sum_shared(x, size)),
+    (PSUM_HERE, lambda x, axis, size: sum_shared(x, size)),
+    (SHARE, _clone),
     (PMEAN, _clone),
     (PMAX, _clone),
     (PMIN, _clone),

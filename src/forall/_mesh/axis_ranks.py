@@ -35,11 +35,15 @@ class AxisRanks:
         """Return what a message is named by: the group, and the place of the user's code."""
         return self.group.handle, find_place()
 
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks of a value that each of them has."""
+        return ops.SUM(x, *self._where())
+
     def psum(self, stack: Tensor) -> Tensor:
-        return ops.SUM(stack.sum(0), *self._where())
+        return self.add_up(stack.sum(0))
 
     def pmean(self, stack: Tensor) -> Tensor:
-        return ops.SUM(stack.sum(0), *self._where()) / self.total
+        return self.add_up(stack.sum(0)) / self.total
 
     def pmax(self, stack: Tensor) -> Tensor:
         return ops.EXTREME(stack, "max", self.sizes, *self._where())

@@ -52,7 +52,7 @@ def make_lazy_result(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> 
         if func is aten.detach.default:
             return found[0].graph_free()
         if func in _ADDED_UP and _has_all_examples(level, operands):
-            total = _add_up_examples(level, args[0], number=args[-2])
+            total = _add_up_examples(level, func, args[0], number=args[-2])
             if total is not None:
                 return wrap_stack(total, _ADDED_UP[func], level)
         lazy = all(map(can_propagate_linear, found))
@@ -71,15 +71,21 @@ def make_lazy_result(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> 
 
 
 # Collectives that add up the examples, with the axis of the sum along which their results lie.
-_ADDED_UP = {collective_ops.PSUM: None, collective_ops.PSUM_SCATTER: 0}
+_ADDED_UP = {
+    collective_ops.PSUM: None,
+    collective_ops.PSUM_HERE: None,
+    collective_ops.PSUM_SCATTER: 0,
+}
 
 
-def _add_up_examples(level: VmapLevel, g: Any, number: int) -> Tensor | None:
+def _add_up_examples(level: VmapLevel, func: Any, g: Any, number: int) -> Tensor | None:
     """Return the sum over the examples of the axis with this number; None if it must be made."""
     axis = level.axis
-    if axis is None or axis.number != number or axis.ranks is not None:
+    if axis is None or axis.number != number:
         return None
-    if axis.size != level.size or g.records_on_value:
+    if axis.ranks is not None and func is not collective_ops.PSUM_HERE:
+        return None
+    if axis.local_size != level.size or g.records_on_value:
         return None
     return g.deferred.sum_examples() if type(g.deferred) is DeferredSum else None
 

@@ -31,6 +31,7 @@ class _Rule(NamedTuple):
     on_stack: Callable  # from the stack (N, *S) and further arguments
     on_shared: Callable | None = None  # from a value that all share, and N; else it is expanded
     is_same: bool = True  # True if the result is the same for all examples
+    is_local: bool = False  # True if it is of this rank's examples, whatever others have
     # The dims of another level's examples in its stack and in the result, from where they are.
     place: Callable[[int], tuple[int, int]] = lambda axis: (axis, axis)
 
@@ -48,13 +49,13 @@ def _make_handler(rule: _Rule) -> Callable:
             x = fit_gradient(x if own else wrap_stack(x, None, level), root)
         if is_mapped(x, root):
             stack = move_to_front(x)
-        elif axis.ranks is not None:  # what all examples here share may differ from rank to rank
+        elif axis.ranks is not None and not rule.is_local:  # what all examples here share may differ from rank to rank
             stack = expand_to_stack(x, root)
         elif rule.on_shared is not None:
             return wrap_stack(rule.on_shared(lower_shared(x, root), size), None, root)
         else:
             stack = expand_to_stack(x, root)
-        if axis.ranks is None:
+        if axis.ranks is None or rule.is_local:
             made = rule.on_stack(stack, *rest)
         else:
             made = getattr(axis.ranks, func._opname)(stack, *rest)
@@ -135,6 +136,8 @@ def _in_front(axis: int) -> tuple[int, int]:
 
 _RULES = {
     ops.PSUM: _Rule(_sum, ops.sum_shared),
+    ops.PSUM_HERE: _Rule(_sum, ops.sum_shared, is_local=True),
+    ops.SHARE: _Rule(_copy, _clone_shared, is_same=False, is_local=True),
     ops.PMEAN: _Rule(_mean, _clone_shared),
     ops.PMAX: _Rule(_max, _clone_shared),
     ops.PMIN: _Rule(_min, _clone_shared),
