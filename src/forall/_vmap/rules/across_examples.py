@@ -49,8 +49,8 @@ def _make_handler(rule: _Rule) -> Callable:
             x = fit_gradient(x if own else wrap_stack(x, None, level), root)
         if is_mapped(x, root):
             stack = move_to_front(x)
-        elif axis.ranks is not None and not rule.is_local:  # what all examples here share may differ from rank to rank
-            stack = expand_to_stack(x, root)
+        elif axis.ranks is not None and not rule.is_local:
+            stack = expand_to_stack(x, root)  # what all share here may differ from rank to rank
         elif rule.on_shared is not None:
             return wrap_stack(rule.on_shared(lower_shared(x, root), size), None, root)
         else:
