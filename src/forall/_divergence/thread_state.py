@@ -274,10 +274,9 @@ def refuse_to_leave(t: ThreadState, left: list[HeapSlot]) -> None:
     Empties ``left``: objects that nothing else refers to are let go, then those that only they
     held, and so on.
     """
-    while dead := [slot for slot in left if not slot.has_other_references()]:
-        left[:] = [slot for slot in left if slot.has_other_references()]
-        for slot in dead:
-            t.mixed.pop(slot.key, None)
-        del dead, slot
+    while dead := {slot.key for slot in left if not slot.has_other_references()}:
+        left[:] = [slot for slot in left if slot.key not in dead]
+        for key in dead:
+            t.mixed.pop(key, None)
     if any(slot.varies(t) for slot in left):
         raise Unsplittable("an object that outlives the call holds what varies")
