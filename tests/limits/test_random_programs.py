@@ -36,8 +36,8 @@ programs = st.builds(
 
 
 def many(test: Callable, programs: int = 100) -> Callable:
-    """Run a test on so many random programs, or on a quarter of them in a sample."""
-    few = programs // 4 if SAMPLED else programs
+    """Run a test on so many random programs, or on a third of them in a sample."""
+    few = programs // 3 if SAMPLED else programs
     options = settings(
         max_examples=int(PROGRAMS or few),
         deadline=None,
