@@ -30,7 +30,6 @@ class Row(NamedTuple):
     by_hand: Program
     func: Callable
     args: tuple
-    agrees: bool = True  # what the two return is to be compared
 
 
 def clipped_gradients(mesh: DeviceMesh, *, by_norms: bool = False) -> Row:

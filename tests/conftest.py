@@ -10,7 +10,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -99,19 +98,6 @@ def _one_in(item: pytest.Item, cases: int) -> int:
 
 
 def pytest_collection_finish() -> None:
-    _freeze()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.path != _files[-1]:  # a new file: what tests have imported and cached meanwhile stays
-        _freeze()
-        _files[:] = [item.path]
-
-
-_files: list[Path | None] = [None]
-
-
-def _freeze() -> None:
     """Torch and the tests stay: to look for garbage among them takes most of a second."""
     gc.collect()
     gc.freeze()
@@ -146,14 +132,19 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Iterator[None]:
-    """A test that sets it puts back what it found, which may be what was set for it alone."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """A test that sets it puts back what it found, which may be what was set for it alone.
+
+    What the tests of a file have imported and cached stays, as torch does.
+    """
     try:
         return (yield)
     finally:
         forall.config.replay = REPLAY
         if DEVICE:
             torch.set_default_device(DEVICE)
+        if nextitem is not None and nextitem.path != item.path:
+            pytest_collection_finish()
 
 
 def _heard(failed: list[converted_run.Obstacle]) -> Callable:

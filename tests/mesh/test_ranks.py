@@ -4,6 +4,7 @@ Each test sends a function of `rank_programs` to a pool of processes. The progra
 there one after another, since a message of several processes takes long on few cores.
 """
 
+import functools
 import threading
 
 import pytest
@@ -20,26 +21,18 @@ SIZES = {1: (3,), 2: (2, 1), 3: (1, 1, 1), 4: (1, 0, 2, 0)}
 WHOLE = {1: (8,), 2: (5, 3), 3: (3, 1, 4), 4: (2, 0, 2, 4)}
 
 
-class Outcomes(dict):
-    """What cases give in one process."""
-
-    def __missing__(self, case):
-        self[case] = tree_leaves(rank_programs.run_case(case))
-        return self[case]
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return Outcomes()
+@functools.cache
+def run_in_one_process(case):
+    return tree_leaves(rank_programs.run_case(case))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_all_ranks_together_are_one_process(pool, outcomes, size):
+def test_all_ranks_together_are_one_process(pool, size):
     cases = take_sample(rank_programs.list_cases(), 4, size)
     answers = ask(pool, "run_cases", cases, SIZES[size], size=size)
     wrong = {}
     for case in cases:
-        want, found = outcomes[case], [answer[case] for answer in answers]
+        want, found = run_in_one_process(case), [answer[case] for answer in answers]
         if any(isinstance(x, str) for x in found):
             wrong[case] = found
             continue

@@ -106,12 +106,23 @@ def _apply_to_each(
     ``before`` counts the leading dims of an argument that are the axis's, ``after`` those of a
     result; the dims that follow are made flat.
     """
-    if axis.ranks is None or len(tensors) < 2:
-        return [_apply(op, t, axis, *rest) for t in tensors]
+
+    def apply(t: Tensor) -> Tensor:
+        return _apply(op, t, axis, *rest)
+
+    if axis.ranks is None:
+        return [*map(apply, tensors)]
+    return _apply_to_groups(apply, tensors, before, after)
+
+
+def _apply_to_groups(
+    apply: Callable[[Tensor], Tensor], tensors: list[Tensor], before: int = 0, after: int = 0
+) -> list[Tensor]:
+    """Return the results of ``apply``, which is called once for all tensors of one dtype."""
     made = [*tensors]
     for places in _find_alike(tensors):
         if len(places) == 1:
-            made[places[0]] = _apply(op, tensors[places[0]], axis, *rest)
+            made[places[0]] = apply(tensors[places[0]])
             continue
         shapes = [tensors[i].shape for i in places]
         sizes = [math.prod(shape[before:]) for shape in shapes]
@@ -119,7 +130,7 @@ def _apply_to_each(
             tensors[i].reshape((*shape[:before], size))
             for i, shape, size in zip(places, shapes, sizes, strict=True)
         ]
-        out = _apply(op, torch.cat(rows, before), axis, *rest)
+        out = apply(torch.cat(rows, before))
         for i, shape, part in zip(places, shapes, out.split(sizes, after), strict=True):
             made[i] = part.reshape((*out.shape[:after], *shape[before:]))
     return made
@@ -135,18 +146,13 @@ def _sum_over_ranks(op: Any, tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     """
     ranks = axis.ranks
     local = axis._replace(size=ranks.local)
+
+    def add_up(x: Tensor) -> Tensor:
+        total = ranks.add_up(x)
+        return total / ranks.total if op is ops.PMEAN else total
+
     sums = [_apply(ops.PSUM_HERE, t, local) for t in tensors]
-    made = [*tensors]
-    for places in _find_alike(sums):
-        parts = [sums[i] for i in places]
-        one = len(parts) == 1
-        total = ranks.add_up(parts[0] if one else torch.cat([t.reshape(-1) for t in parts]))
-        if op is ops.PMEAN:
-            total = total / ranks.total
-        totals = [total] if one else total.split([t.numel() for t in parts])
-        for i, t, part in zip(places, parts, totals, strict=True):
-            made[i] = _apply(ops.SHARE, part.reshape(t.shape), local)
-    return made
+    return [_apply(ops.SHARE, t, local) for t in _apply_to_groups(add_up, sums)]
 
 
 def _find_alike(tensors: list[Tensor]) -> list[list[int]]:
@@ -184,10 +190,13 @@ def _check_leaf(call: str, leaf: Any) -> Any:
 
 
 def _reduce(verb: str, op: Any, x: Any, axis_name: Any, on_number: Callable[[Any], Any]) -> Any:
-    names = axis_name if type(axis_name) is tuple else (axis_name,)
-    axes = [_find_one(verb, name, x) for name in names]
-    if type(x) is BatchedTensor and len(axes) == 1 and axes[0].ranks is None:  # most often
-        return _apply(op, x, axes[0])
+    if type(axis_name) is tuple:
+        axes = [_find_one(verb, name, x) for name in axis_name]
+    else:
+        axis = _find_one(verb, axis_name, x)
+        if type(x) is BatchedTensor and axis.ranks is None:  # most often
+            return _apply(op, x, axis)
+        axes = [axis]
 
     def reduce_leaves(leaves: list) -> list:
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]

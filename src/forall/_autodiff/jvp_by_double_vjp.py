@@ -363,8 +363,8 @@ def _make_cotangent(y: torch.Tensor) -> torch.Tensor:
     A pull-back is linear, but a user's code may ask about the cotangent: an iterative solver has
     nothing to do for zeros, and few steps for equal numbers. Sines of 1, 2, 3, ... are neither.
 
-    Zeros do for torch's own operators, and are of every range: the backward of eigenvectors takes
-    only cotangents that are indifferent to their phases.
+    Torch's own operators get zeros instead. Their backwards do not ask, but some take no other
+    made-up cotangent: that of complex eigenvectors must not depend on their phases.
     """
     if y.is_nested:
         return torch.ones_like(y)

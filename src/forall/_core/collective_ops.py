@@ -218,6 +218,10 @@ def gather_shared(x: Tensor, size: Any) -> Tensor:
     return x.expand(size, *x.shape).clone(memory_format=torch.contiguous_format)
 
 
+def _add_up(x: Tensor, axis: int, size: Any) -> Tensor:
+    return sum_shared(x, size)
+
+
 def _clone(x: Tensor, axis: int, size: Any) -> Tensor:
     return x.clone()
 
@@ -230,8 +234,8 @@ def _refuse(x: Tensor, *rest: Any) -> Tensor:
 
 
 for _op, _kernel in (
-    (PSUM, lambda x, axis, size: sum_shared(x, size)),
-    (PSUM_HERE, lambda x, axis, size: sum_shared(x, size)),
+    (PSUM, _add_up),
+    (PSUM_HERE, _add_up),
     (SHARE, _clone),
     (PMEAN, _clone),
     (PMAX, _clone),

@@ -42,9 +42,6 @@ class AxisRanks:
     def psum(self, stack: Tensor) -> Tensor:
         return self.add_up(stack.sum(0))
 
-    def pmean(self, stack: Tensor) -> Tensor:
-        return self.add_up(stack.sum(0)) / self.total
-
     def pmax(self, stack: Tensor) -> Tensor:
         return ops.EXTREME(stack, "max", self.sizes, *self._where())
 
