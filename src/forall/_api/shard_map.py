@@ -85,6 +85,7 @@ def shard_map(
 
     Cost: a call of `vmap` over one example per rank, for each dim of the mesh, and one message per
     collective. With ``out_placements``, one more per sharded dim of a result, for its size.
+    Calls are not replayed by themselves; `jit` records them.
 
     Raises:
         TypeError, ValueError: for something else than a mesh with names, for a DTensor with other
