@@ -329,6 +329,58 @@ def jacrev(
 ) -> _Derivative[A, P, tuple[A, tuple[Tensor, X]]]: ...
 @overload
 def jacrev(
+    func: Callable[Concatenate[A, B, P], Tensor],
+    argnums: Literal[1],
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, Concatenate[B, P], B]: ...
+@overload
+def jacrev(
+    func: Callable[Concatenate[A, B, P], Tensor],
+    argnums: tuple[Literal[0], Literal[1]],
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, Concatenate[B, P], tuple[A, B]]: ...
+@overload
+def jacrev(
+    func: Callable[Concatenate[A, P], dict[X, Tensor]],
+    argnums: Literal[0] = 0,
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, P, dict[X, A]]: ...
+@overload
+def jacrev(
+    func: Callable[Concatenate[A, P], tuple[Tensor, ...]],
+    argnums: Literal[0] = 0,
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, P, tuple[A, ...]]: ...
+@overload
+def jacrev(
     func: Callable[P, Any],
     argnums: Argnums = 0,
     *,
@@ -431,6 +483,58 @@ def jacfwd(
     holomorphic: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> _Derivative[A, P, tuple[A, tuple[Tensor, X]]]: ...
+@overload
+def jacfwd(
+    func: Callable[Concatenate[A, B, P], Tensor],
+    argnums: Literal[1],
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, Concatenate[B, P], B]: ...
+@overload
+def jacfwd(
+    func: Callable[Concatenate[A, B, P], Tensor],
+    argnums: tuple[Literal[0], Literal[1]],
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, Concatenate[B, P], tuple[A, B]]: ...
+@overload
+def jacfwd(
+    func: Callable[Concatenate[A, P], dict[X, Tensor]],
+    argnums: Literal[0] = 0,
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, P, dict[X, A]]: ...
+@overload
+def jacfwd(
+    func: Callable[Concatenate[A, P], tuple[Tensor, ...]],
+    argnums: Literal[0] = 0,
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, P, tuple[A, ...]]: ...
 @overload
 def jacfwd(
     func: Callable[P, Any],
@@ -615,6 +719,54 @@ def jacobian(
     holomorphic: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> _Derivative[A, P, tuple[A, tuple[Tensor, X]]]: ...
+@overload
+def jacobian(
+    func: Callable[Concatenate[A, B, P], Tensor],
+    argnums: Literal[1],
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, Concatenate[B, P], B]: ...
+@overload
+def jacobian(
+    func: Callable[Concatenate[A, B, P], Tensor],
+    argnums: tuple[Literal[0], Literal[1]],
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, Concatenate[B, P], tuple[A, B]]: ...
+@overload
+def jacobian(
+    func: Callable[Concatenate[A, P], dict[X, Tensor]],
+    argnums: Literal[0] = 0,
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, P, dict[X, A]]: ...
+@overload
+def jacobian(
+    func: Callable[Concatenate[A, P], tuple[Tensor, ...]],
+    argnums: Literal[0] = 0,
+    *,
+    argnames: None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> _Derivative[A, P, tuple[A, ...]]: ...
 @overload
 def jacobian(
     func: Callable[P, Any],

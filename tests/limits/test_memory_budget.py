@@ -217,6 +217,18 @@ def test_a_bar_for_chunks_of_a_size(bar):
     torch.testing.assert_close(vmap(wide, chunk_size=Chunks(30))(XS), vmap(wide)(XS))
 
 
+def test_a_bar_of_a_jacobian_by_columns_counts_columns(bar):
+    x = torch.linspace(0, 1, 50)
+    found = forall.jacfwd(torch.sin, chunk_size=Chunks(30, progress=True))(x)
+    assert bar.seen == [(50, "column"), (30,), (20,), ("closed",)]
+    torch.testing.assert_close(found, x.cos().diag())
+
+
+def test_the_bar_counts_in_the_users_unit(bar):
+    vmap(wide, chunk_size=Chunks(60, progress=True, unit="sample"))(XS)
+    assert bar.seen[0] == (100, "sample")
+
+
 def test_no_tqdm(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ImportError, match=r"forall\[progress\]"):

@@ -33,6 +33,14 @@ def pair(x: Tensor, n: Tensor) -> tuple[Tensor, Params]:
     return x + n, {}
 
 
+def named(x: Tensor) -> dict[str, Tensor]:
+    return {"sine": x.sin()}
+
+
+def several(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.sin(), x.cos()
+
+
 # --- vmap keeps parameters and result ----------------------------------------------------------
 
 assert_type(vmap(one)(x), Tensor)
@@ -76,6 +84,14 @@ assert_type(forall.jacobian(one)(x), Tensor)
 assert_type(jacrev(jacrev(one))(x), Tensor)
 assert_type(vmap(jacrev(scalar), in_dims=(None, 0))(params, x), Params)
 assert_type(jacrev(pair)(x, x), Any)
+assert_type(jacrev(scalar, 1)(params, x), Tensor)
+assert_type(vmap(jacrev(scalar, 1), in_dims=(None, 0))(params, x), Tensor)
+assert_type(jacrev(scalar, (0, 1))(params, x, scale=2.0), tuple[Params, Tensor])
+assert_type(jacfwd(scalar, argnums=1)(params, x), Tensor)
+assert_type(forall.jacobian(scalar, argnums=(0, 1))(params, x), tuple[Params, Tensor])
+assert_type(jacrev(named)(x), dict[str, Tensor])
+assert_type(jacfwd(several)(x), tuple[Tensor, ...])
+assert_type(forall.jacobian(named)(x), dict[str, Tensor])
 assert_type(jacrev(one, (0,))(x), Any)
 assert_type(jacrev(with_aux, has_aux=True)(*aux), tuple[Params, list[str]])
 assert_type(jacrev(one, return_value=True)(x), tuple[Tensor, Tensor])

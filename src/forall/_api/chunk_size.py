@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from forall._api.memory_budget import MemoryBudgetMode, find_free_memory
@@ -39,6 +39,7 @@ class Chunks:
             ends the process, four fifths of the memory that is free (as far as Linux tells).
             One operator may overrun the budget by its own result.
         progress: show a bar of what is done (`tqdm`).
+        unit: what the bar of `vmap` counts. `jacrev` counts rows, `jacfwd` and `hessian` columns.
 
     Raises:
         ValueError: for a size below 1, a budget below 1, and a budget for chunks of a given size.
@@ -58,6 +59,7 @@ class Chunks:
     size: int | Literal["auto"] = "auto"
     memory_budget: int | None = None
     progress: bool = False
+    unit: str = field(default="example", repr=False)
 
     def __post_init__(self) -> None:
         if not (self.size == "auto" or _is_count(self.size)):
@@ -116,6 +118,11 @@ def _is_count(n: Any) -> bool:
 def make_chunks(chunk: Any) -> Chunks | None:
     """Return the `Chunks` for a chunk_size; None if all is computed at once."""
     return chunk if chunk is None or isinstance(chunk, Chunks) else Chunks(chunk)
+
+
+def count_columns(chunk: Any) -> Any:
+    """Return the chunk_size of a mapped call whose examples are the columns of a Jacobian."""
+    return replace(chunk, unit="column") if isinstance(chunk, Chunks) else chunk
 
 
 def get_torch_chunk_size(chunk: Any) -> int | None:

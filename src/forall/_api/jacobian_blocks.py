@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from forall._api import argument_checks
 from forall._api.argnums import DiffArguments, with_value_as_aux
+from forall._api.chunk_size import count_columns
 from forall._api.execution.chunked_map import run_each_chunk
 from forall._api.jacobian_basis import Basis
 from forall._api.jvp import push_forward
@@ -232,7 +233,8 @@ def compute_by_columns(
 
     basis = Basis.choose("inputs", xs, ranks)
     directions = standard_basis.select_basis_rows(xs, basis.select(range(basis.total)))
-    push_all = vmap(column, 0, (-1, None, None), get_direction_flag(randomness), chunk_size=chunk)
+    flag = get_direction_flag(randomness)
+    push_all = vmap(column, 0, (-1, None, None), flag, chunk_size=count_columns(chunk))
     try:
         stacks, aux, values = push_all(*directions)
         for target, value in zip(first.written or (), values, strict=True):

@@ -41,7 +41,7 @@ def run_in_chunks(call: MappedCall, chunk: Chunk) -> tuple[list, Any]:
             part = call if len(numbers) == size else call.some(numbers)
             return numbers, *run_mapped_call(part)
 
-    parts = [*run_each_chunk(one, size, chunks, call.arguments.leaves, "example")]
+    parts = [*run_each_chunk(one, size, chunks, call.arguments.leaves, chunks.unit)]
     return join_groups(call.places, parts)
 
 
