@@ -496,6 +496,39 @@ def test_a_try_that_takes_long_ends(monkeypatch):
     assert times.together == inf
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_loop_that_was_broken_off_for_what_is_done_once_is_timed_again(monkeypatch, again):
+    """The first example may import something, which no other one does."""
+    monkeypatch.setattr(config, "parting", "measured")
+    original, starts = python_loop._call_each, []
+
+    def call_each(func, args, bindings, seconds):
+        starts.append(seconds)
+        if len(starts) == 1 or (again and len(starts) == 2):
+            raise python_loop.TooLongError(1000.0)
+        return original(func, args, bindings, seconds)
+
+    monkeypatch.setattr(python_loop, "_call_each", call_each)
+
+    def f(x):
+        while x.abs() > 1:
+            x = x / 2
+        return x
+
+    mapped = vmap(f)
+    for _ in range(8):
+        torch.testing.assert_close(mapped(XS), by_loop(f, XS))
+    (times,) = loop_or_batch._times[f.__code__].values()
+    assert starts[0] == loop_or_batch._FIRST
+    if again:  # it is as slow as it seemed, so not tried in each call
+        assert len(starts) == 2
+        assert times.looped == 1000
+    else:
+        assert times.looped < 1
+        assert len(starts) > 2
+    assert 0 < starts[1] < 1  # no longer than the call together took
+
+
 def test_a_loop_is_timed_when_the_calls_in_it_are_recorded(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
     monkeypatch.setattr(config, "patience", 0.0)
@@ -520,10 +553,13 @@ def test_a_loop_that_may_get_faster_is_tried_before_all_together():
     assert not times.may_get_faster()
     times.note_seconds(0.1)
     assert times.may_get_faster()
+    assert times.get_loop_limit() == loop_or_batch._FIRST
     times.note_seconds(0.05, together=True)
     assert times.may_get_faster()
+    assert times.get_loop_limit() == inf
     times.together = 0.01
     assert not times.may_get_faster()
+    assert times.get_loop_limit() == 0.01
     times.spent = loop_or_batch._LOOPS_TO_WARM * 0.1  # by now it is little to try
     assert times.may_get_faster()
     times.note_warming(is_over=True)

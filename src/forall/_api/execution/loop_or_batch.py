@@ -67,6 +67,7 @@ class CallTimes:
     __slots__ = (
         "_preferred",
         "_share",
+        "is_estimate",
         "looped",
         "next",
         "replayed",
@@ -81,6 +82,7 @@ class CallTimes:
         self.warming = warming  # loops at most, until one is timed
         self.was_late = False  # a first try of all together was broken off
         self.looped: float | None = None
+        self.is_estimate = False  # `looped` is, from the first examples of a loop broken off
         self.together: float | None = None
         self.replayed: float | None = None
         self.replays = 0
@@ -97,6 +99,23 @@ class CallTimes:
                 self.together = seconds
         elif self.looped is None or seconds < self.looped:
             self.looped = seconds
+
+    def note_estimate(self, seconds: float) -> None:
+        """Note the seconds that a loop that was broken off is estimated to take.
+
+        Its first example may have paid for one-time work, such as an import of torch's. So the loop
+        is tried once more after the first call together.
+        """
+        self.is_estimate = self.looped is None
+        self.note_seconds(seconds)
+        if self.together is not None:
+            self.note_try(self.together)
+
+    def get_loop_limit(self) -> float:
+        """Return the seconds after which a loop is to be broken off."""
+        if self.together is None:
+            return _FIRST
+        return inf if self.prefers_loop() or self.may_get_faster() else self.together
 
     def note_replay(self, seconds: float) -> None:
         """Note the seconds of a call for which a program was replayed."""
@@ -405,11 +424,11 @@ def run_cheaper(
     if not python_loop.may_run_as_loop(call, bindings):
         return together(call)
     if config.now.parting == "loop" or times.may_get_faster() or times.loops():
-        is_new = times.together is None and config.now.parting == "measured"
+        is_measured = config.now.parting == "measured"
         try:
-            found = _run_as_loop(call, times, _FIRST if is_new else inf)
+            found = _run_as_loop(call, times, times.get_loop_limit() if is_measured else inf)
         except python_loop.TooLongError as late:
-            times.note_seconds(late.seconds)
+            times.note_estimate(late.seconds)
         else:
             return found or together(call)
     found = _try_together(call, times, together)
@@ -431,6 +450,7 @@ def _run_as_loop(call: MappedCall, times: CallTimes, most: float) -> tuple[list,
         return None
     seconds = perf_counter() - start
     times.note_seconds(seconds)
+    times.is_estimate = False
     if times.warming:
         times.note_warming(is_over=_count_replays(call.func) >= hits + call.arguments.size)
     if not (times.prefers_loop() or times.may_get_faster()):
@@ -486,8 +506,9 @@ def _try_together(call: MappedCall, times: CallTimes, together: Strategy) -> tup
             return python_loop.run_loop(call)
         return together(call)
     times.note_seconds(seconds, together=True)
-    if is_first and seconds > looped:
-        times.next = times.spent  # try again: the first try converted its function
+    if is_first and (seconds > looped or times.is_estimate):
+        # Try again: the first try converted its function, or the first loop did one-time work.
+        times.next = times.spent
     elif is_try:
         times.note_try(seconds)
     return found
