@@ -1,7 +1,9 @@
 """`vmap(f, randomness=key)` against the loop under `forall.random.scope(key, i)`."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -208,6 +210,31 @@ def test_initialisation(name):
 
 def noisy(x):
     return x * torch.rand(2) + torch.randn(())
+
+
+def draw_by_python(x):
+    return x + random.random()
+
+
+def draw_by_numpy(x):
+    return x + float(np.random.rand())  # noqa: NPY002 - the generator that all code shares
+
+
+@pytest.mark.parametrize(
+    ("f", "module"), [(draw_by_python, "the module random"), (draw_by_numpy, "numpy.random")]
+)
+def test_a_number_that_python_draws_once_for_all_gets_a_warning(f, module):
+    xs = torch.zeros(3)
+    with pytest.warns(UserWarning, match=f"{module} draw numbers once for all 3 examples"):
+        found = vmap(f)(xs)
+    assert len(found.unique()) == 1
+
+
+def test_a_number_that_python_draws_for_one_example_gets_no_warning(recwarn):
+    vmap(lambda x: draw_by_python(x))(torch.zeros(1))
+    vmap(lambda x: x + len(recwarn))(torch.zeros(3))
+    grad(lambda x: draw_by_python(x))(torch.zeros(()))
+    assert not recwarn.list
 
 
 def test_an_inner_vmap_inherits_the_key():

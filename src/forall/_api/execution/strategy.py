@@ -18,11 +18,12 @@ from forall._api.execution import converted_run
 from forall._api.execution.converted_run import run_converted
 from forall._api.execution.groups import run_in_groups
 from forall._api.execution.loop_or_batch import run_cheaper
+from forall._api.execution.python_draws import watch_python_draws
 from forall._api.execution.python_loop import restate_error
 from forall._api.execution.single_run import DivergedGroups, run_together
 from forall._api.nested_components import NestedExamples, group_by_shape
 from forall._compat.call_site import SourceLine
-from forall._core.code_table import CodeTable, find_code
+from forall._core.code_table import CodeSet, CodeTable, find_code
 from forall._core.levels import stack
 from forall._divergence import thread
 from forall._divergence.vmap_interface import interface
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 # Functions that have tested values, with the line where examples first diverged, if they have.
 _TESTED: CodeTable[SourceLine | None] = CodeTable()
 _NOWHERE = SourceLine("?", 0)
+_WATCHED = CodeSet()  # whose first call has been watched for numbers that Python draws
 
 
 def _find_pure_bindings(function: Any) -> Any:
@@ -51,6 +53,14 @@ interface.find_pure_bindings = _find_pure_bindings
 def run_mapped_call(call: MappedCall) -> tuple[list, Any]:
     """Run all examples by the strategy that suits the function."""
     code = find_code(call.func)
+    if code is None or code in _WATCHED or call.arguments.size == 1 or stack.top is not None:
+        return _run_by_strategy(call, code)
+    _WATCHED.add(code)
+    with watch_python_draws(call.func, call.arguments.size):
+        return _run_by_strategy(call, code)
+
+
+def _run_by_strategy(call: MappedCall, code: CodeType | None) -> tuple[list, Any]:
     components = [x for x in call.arguments.leaves if type(x) is NestedExamples]
     if components:  # of several shapes
         return run_cheaper(call._replace(groups=group_by_shape(components)), code, _run_groups)
