@@ -9,22 +9,32 @@ from __future__ import annotations
 
 import random
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from forall._compat.call_site import warn_users_line
 from forall._core.errors import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+_UNUSED = None  # the state of numpy's generator before its module is imported, and until it is used
 
 
-@contextmanager
-def watch_python_draws(func: Callable, size: int) -> Iterator[None]:
-    """Warn if the block draws from a generator of Python's or numpy's that all code shares."""
-    before = _get_states()
-    yield
-    drawn = [call for call, state in _get_states().items() if before.get(call, state) != state]
+def get_generator_states() -> dict[str, Any]:
+    """Return the states of the generators that all code shares, by the functions that use them."""
+    states: dict[str, Any] = {"functions of the module random": random.getstate()}
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        name, words, position, *others = numpy.get_state()
+        state = (name, words.tobytes(), position, *others)
+        # It makes its words by the hundred, and has taken none of the first ones.
+        states["functions of numpy.random"] = _UNUSED if position == len(words) else state
+    return states
+
+
+def warn_of_python_draws(before: dict[str, Any], func: Callable, size: int) -> None:
+    """Warn if any generator was used since its state was taken."""
+    now = get_generator_states()
+    drawn = [call for call, state in now.items() if before.get(call, _UNUSED) != state]
     if drawn:
         warn_users_line(
             f"vmap({name_of(func)}): {' and '.join(drawn)} draw numbers once for all {size} "
@@ -32,12 +42,3 @@ def watch_python_draws(func: Callable, size: int) -> Iterator[None]:
             "Draw a number by torch, as torch.rand(()), with randomness='different' or a key.",
             UserWarning,
         )
-
-
-def _get_states() -> dict[str, Any]:
-    """Return the states of the generators, by the functions that use them."""
-    states: dict[str, Any] = {"functions of the module random": random.getstate()}
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        name, keys, *others = numpy.get_state()
-        states["functions of numpy.random"] = (name, keys.tobytes(), *others)
-    return states

@@ -18,7 +18,7 @@ from forall._api.execution import converted_run
 from forall._api.execution.converted_run import run_converted
 from forall._api.execution.groups import run_in_groups
 from forall._api.execution.loop_or_batch import run_cheaper
-from forall._api.execution.python_draws import watch_python_draws
+from forall._api.execution.python_draws import get_generator_states, warn_of_python_draws
 from forall._api.execution.python_loop import restate_error
 from forall._api.execution.single_run import DivergedGroups, run_together
 from forall._api.nested_components import NestedExamples, group_by_shape
@@ -56,8 +56,10 @@ def run_mapped_call(call: MappedCall) -> tuple[list, Any]:
     if code is None or code in _WATCHED or call.arguments.size == 1 or stack.top is not None:
         return _run_by_strategy(call, code)
     _WATCHED.add(code)
-    with watch_python_draws(call.func, call.arguments.size):
-        return _run_by_strategy(call, code)
+    before = get_generator_states()
+    found = _run_by_strategy(call, code)
+    warn_of_python_draws(before, call.func, call.arguments.size)
+    return found
 
 
 def _run_by_strategy(call: MappedCall, code: CodeType | None) -> tuple[list, Any]:
