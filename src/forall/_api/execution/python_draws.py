@@ -17,24 +17,22 @@ from forall._core.errors import name_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_UNUSED = None  # the state of numpy's generator before its module is imported, and until it is used
-
 
 def get_generator_states() -> dict[str, Any]:
     """Return the states of the generators that all code shares, by the functions that use them."""
     states: dict[str, Any] = {"functions of the module random": random.getstate()}
     if (numpy := sys.modules.get("numpy.random")) is not None:
         name, words, position, *others = numpy.get_state()
-        state = (name, words.tobytes(), position, *others)
-        # It makes its words by the hundred, and has taken none of the first ones.
-        states["functions of numpy.random"] = _UNUSED if position == len(words) else state
+        # It makes its words by the hundred. Its first use may be that of a module being imported.
+        if position != len(words):
+            states["functions of numpy.random"] = (name, words.tobytes(), position, *others)
     return states
 
 
-def warn_of_python_draws(before: dict[str, Any], func: Callable, size: int) -> None:
-    """Warn if any generator was used since its state was taken."""
+def warn_of_python_draws(before: dict[str, Any], func: Callable, size: int) -> bool:
+    """Warn if any generator was used since its state was taken; return True if that is known."""
     now = get_generator_states()
-    drawn = [call for call, state in now.items() if before.get(call, _UNUSED) != state]
+    drawn = [call for call, state in before.items() if now.get(call) != state]
     if drawn:
         warn_users_line(
             f"vmap({name_of(func)}): {' and '.join(drawn)} draw numbers once for all {size} "
@@ -42,3 +40,4 @@ def warn_of_python_draws(before: dict[str, Any], func: Callable, size: int) -> N
             "Draw a number by torch, as torch.rand(()), with randomness='different' or a key.",
             UserWarning,
         )
+    return bool(drawn) or now.keys() == before.keys()

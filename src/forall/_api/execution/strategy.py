@@ -55,10 +55,10 @@ def run_mapped_call(call: MappedCall) -> tuple[list, Any]:
     code = find_code(call.func)
     if code is None or code in _WATCHED or call.arguments.size == 1 or stack.top is not None:
         return _run_by_strategy(call, code)
-    _WATCHED.add(code)
     before = get_generator_states()
     found = _run_by_strategy(call, code)
-    warn_of_python_draws(before, call.func, call.arguments.size)
+    if warn_of_python_draws(before, call.func, call.arguments.size):
+        _WATCHED.add(code)
     return found
 
 
