@@ -297,3 +297,19 @@ def test_a_history_leads_to_what_is_captured_and_to_the_argument():
 
     assert difference(grad(outer)(X[0]), torch.full((3,), 3.0, dtype=D)) is None
     assert difference(torch.autograd.grad(outer(X[0]), w)[0], 3 * X[0]) is None
+
+
+def test_numbers_of_examples_that_the_function_has_kept_are_stacked():
+    kept = []
+    vmap(lambda x: kept.append(x.sum().item()) or x)(X)
+    assert difference(stacked(kept[0]), X.flatten(1).sum(1).double()) is None
+    kept.clear()
+    vmap(vmap(lambda x: kept.append((x > 0).sum().item()) or x))(X.expand(2, *X.shape))
+    assert stacked(kept[0]).tolist() == 2 * [(X > 0).flatten(1).sum(1).tolist()]
+
+
+def test_a_number_inside_is_stacked_for_all():
+    def ranks(x):
+        return x.sum() * 0 + (stacked(x.sum().item()) < x.sum()).sum()
+
+    assert sorted(vmap(ranks)(X).tolist()) == list(range(len(X)))

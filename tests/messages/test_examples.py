@@ -151,7 +151,7 @@ def test_the_stack_of_what_has_none():
     with refused(
         TypeError,
         """
-        stacked: the argument is no tensor.
+        stacked: the argument is no tensor, and no number of each example.
             given   list
         Give it one tensor at a time.
         """,

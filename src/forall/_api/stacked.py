@@ -14,11 +14,12 @@ from forall._compat.tensor_subclass import (
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.errors import type_name_of
 from forall._core.levels import run_outside
+from forall._divergence.batched_scalar import BatchedScalar
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import BatchedTensor
 
 
-def stacked(tensor: torch.Tensor) -> torch.Tensor:
+def stacked(tensor: torch.Tensor | complex) -> torch.Tensor:
     """All examples of ``tensor``, a value from inside a `vmap`, as one tensor.
 
     For an example of shape ``(*S)`` it has shape ``(B, *S)``, and
@@ -30,13 +31,16 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
     Then it goes through every `vmap` that has ended, the outermost first: ``(B1, B2, *S)``.
     During the call it takes the innermost one off, and the result is the same for all examples.
 
+    A Python number, as ``x.item()`` gives one for each example, becomes a tensor of shape ``(B,)``
+    of dtype bool, int64, float64 or complex128.
+
     Outside every transform ``tensor`` is its own stack; what the function made without its
     arguments is repeated for each example.
 
     Cost: none, or one copy where the tensor is an argument's memory or the same for all examples.
 
     Raises:
-        TypeError: for what is no tensor.
+        TypeError: for what is neither a tensor nor a number of each example.
         NotImplementedError: for a value of a `jvp` that is running.
 
     Source: what `torch.nn.Module.register_forward_hook` collects is the batch, when PyTorch is
@@ -50,9 +54,12 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
         >>> forall.stacked(seen[0]).shape              # (4,) of one example -> (5, 4)
         torch.Size([5, 4])
     """
+    if type(tensor) is BatchedScalar:
+        tensor = tensor.whole
     if not isinstance(tensor, torch.Tensor):
         raise documented_error(TypeError, "stacked")(
-            f"stacked: the argument is no tensor.\n    given   {type_name_of(tensor)}\n"
+            "stacked: the argument is no tensor, and no number of each example.\n"
+            f"    given   {type_name_of(tensor)}\n"
             "Give it one tensor at a time."
         )
     known, tensor = tensor, unwrap_posed(tensor)
