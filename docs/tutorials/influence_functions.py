@@ -15,7 +15,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
-from forall import grad, hessian, hvp, vmap
+from forall import grad, hessian, linearize, vmap
 
 plt.rcParams["figure.dpi"] = 144
 torch.set_default_dtype(torch.float64)
@@ -85,8 +85,9 @@ direction = torch.linalg.solve(H, grad(test_loss)(weights))
 influence = gradients @ direction / COUNT
 
 # %% [markdown]
-# For a network with millions of parameters $H$ cannot be made. Its products with vectors can:
-# `hvp`. Conjugate gradients then solve the system, and stop when the residual is small.
+# For a network with millions of parameters $H$ cannot be made. Its products with vectors can.
+# Conjugate gradients then solve the system, and stop when the residual is small. All products are
+# at the same weights, so `linearize` computes what they share once. (`hvp` is for a single one.)
 
 
 # %%
@@ -101,12 +102,22 @@ def conjugate_gradients(product, right_side):
     return x
 
 
-def hessian_product(v):
-    return hvp(total)(weights, everyone, v)
-
-
+slope, hessian_product = linearize(lambda w: grad(total)(w, everyone), weights)
 solved = conjugate_gradients(hessian_product, grad(test_loss)(weights))
 torch.testing.assert_close(solved, direction, rtol=1e-6, atol=1e-8)
+
+# %% [markdown]
+# The influence on the loss of each test image by itself takes one system for each. `vmap` solves
+# them at once, and each one stops after steps of its own.
+
+
+# %%
+def influence_on(x, y):  # of all training images on one test image
+    return gradients @ conjugate_gradients(hessian_product, grad(loss)(weights, x, y)) / COUNT
+
+
+on_each = vmap(influence_on)(test_x, test_y)
+torch.testing.assert_close(on_each.mean(0), influence, rtol=1e-6, atol=1e-8)
 
 # %% [markdown]
 # ## Is it true?

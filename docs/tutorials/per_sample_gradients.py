@@ -77,6 +77,9 @@ print(f"from {norms.min():.2f} to {norms.max():.2f}")
 # DP-SGD (Abadi et al., 2016) scales each gradient down to a norm of at most $C$, adds the scaled
 # gradients, and adds noise of standard deviation $\sigma C$ to the sum. What one image contributes
 # is then at most $C$, and is covered by the noise.
+#
+# This step holds the gradients of all images. *Opacus* in [Coming from other
+# libraries](../guides/coming_from.md#opacus) has the same step from the norms alone, without them.
 
 # %%
 STEPS = 200  # fast: 80
