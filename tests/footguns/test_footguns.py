@@ -13,6 +13,7 @@ Index
     what is no value     strings and None pass through as they are
     random by default    a random draw is an error until somebody says which
     the same draw        randomness="same" is one draw, across chunks too
+    draws of Python's    are one for all examples, and a warning says so
     no_grad outside      does not reach into grad
     no_grad inside       cuts the derivative to zeros
     detach inside        cuts it likewise, without a word
@@ -106,6 +107,12 @@ def test_the_same_draw():
     for chunk_size in (None, 1, 2):
         drawn = vmap(lambda _: torch.rand(()), randomness="same", chunk_size=chunk_size)(X)
         assert drawn.unique().numel() == 1
+
+
+def test_draws_of_pythons():
+    with pytest.warns(UserWarning, match="once for all 3 examples"):
+        found = vmap(lambda x: x.sum() * 0 + random.random())(X)
+    assert len(found.unique()) == 1
 
 
 def test_no_grad_outside():

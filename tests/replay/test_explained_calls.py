@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -241,3 +243,19 @@ def test_without_replay_nothing_is_told_of_it(monkeypatch):
     monkeypatch.setattr(forall.config, "replay", False)
     e = explain(grad(scalar))(X)
     assert (e.ways, e.replay, e.program) == (("as it is",), "", "")
+
+
+def test_no_reference_to_none_is_lost():
+    """Python before 3.12 ends the process when all of them are."""
+
+    def f(x):
+        for _ in range(100):
+            x = x + x.sin()
+        return x.sum()
+
+    mapped, xs = vmap(grad(f)), torch.ones(4, 2)
+    explain(mapped)(xs)
+    before = sys.getrefcount(None)
+    for _ in range(3):
+        explain(mapped)(xs)
+    assert abs(sys.getrefcount(None) - before) < 150  # 500 for each call

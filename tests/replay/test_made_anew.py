@@ -5,10 +5,12 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import forall
 from forall import grad, hessian, jacrev, jvp, linearize, vjp, vmap
+from forall._api.execution.transform_decorator import find_transform
 from forall._auto_replay import fresh_closures
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -93,6 +95,35 @@ def test_it_is_replayed(name, hits):
             for p in net.parameters():
                 p.mul_(0.9)
     assert len(hits) >= 3, hits
+
+
+def draw(x):
+    return F.dropout(x, 0.5) + torch.rand(())
+
+
+def test_a_key_that_is_new_in_each_call_is_an_argument(hits):
+    for step in range(8):
+        key = forall.random.fold_in(forall.random.key(1), step)
+        agree(lambda k: vmap(draw, randomness=k)(X), key)
+        agree(lambda k: vmap(grad(lambda v: draw(v).sum()), randomness=k)(X), key)
+    assert len(hits) >= 8
+
+
+def test_transforms_that_take_a_key_are_not_those_that_take_a_word(hits):
+    key = forall.random.key(1)
+    for _ in range(3):
+        found = vmap(draw, randomness=key)(X)
+    torch.testing.assert_close(found, plainly(vmap(draw, randomness=key), X))
+    assert (vmap(draw, randomness="different")(X) != found).any()
+    assert find_transform(vmap(draw, randomness=key)).key is not None
+    assert (
+        find_transform(vmap(draw, randomness=key)).key
+        == find_transform(vmap(draw, randomness=forall.random.key(2))).key
+        != find_transform(vmap(draw, randomness="same")).key
+    )
+    other = find_transform(vmap(draw, randomness=key)).make(draw)
+    assert find_transform(other).key is None
+    torch.testing.assert_close(other(X), found)
 
 
 def test_a_loss_that_is_trained(hits):

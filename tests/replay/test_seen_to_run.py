@@ -113,6 +113,7 @@ def outcome(f, x):
         return type(error).__name__
 
 
+@pytest.mark.filterwarnings("ignore:.*draw numbers once for all:UserWarning")
 @pytest.mark.parametrize("name", [name[2:] for name in CASES])
 def test_what_is_changed_is_seen(name, monkeypatch):
     found, left, told = calls(name, monkeypatch, replay=True)

@@ -3,7 +3,8 @@
 NOTE [the key of a transform]
     Replay tells the calls of one function by the transform and its options. The options are read
     from the transform's signature once, when it is defined, and their values are bound when it is
-    called. So a new keyword is part of the key as soon as it is in the signature.
+    called. So a new keyword is part of the key as soon as it is in the signature. A tensor among
+    the options, such as a key of random numbers, is an argument of the replayed calls instead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from forall._api import argument_checks, dynamo_call
-from forall._api.execution.transform_decorator import find_point_calls, replay_transform
+from forall._api.execution.transform_decorator import (
+    find_point_calls,
+    is_tensor_option,
+    replay_transform,
+)
 from forall._compat import functorch_interop, profiler
 from forall._core.errors import TransformCall
 from forall._core.python_state import UnguardedState
@@ -52,6 +57,8 @@ def define_transform(
                 raise argument_checks.make_argnums_error(call, args[0])
             eager = own.function(func, *args, **kwargs)
             options, shortcuts = own.bind_options(args, kwargs), {}
+            if any(map(is_tensor_option, options.values())):
+                eager = own.make_eager_with_tensors(options)
             if own.makers and not is_dynamo_compiling():
                 shortcuts = {name: make(func, options) for name, make in own.makers.items()}
             return replay_transform(func, (own.verb, *options.items()), **shortcuts)(eager)
@@ -130,6 +137,20 @@ class _Definition(UnguardedState):
         if not args and not kwargs:
             return self.defaults
         return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def make_eager_with_tensors(self, options: dict[str, Any]) -> Callable:
+        """Return a function like the decorated one, whose first arguments are options' tensors.
+
+        Replay takes them for arguments of the call, so that other tensors replay it as well.
+        """
+        names = [name for name, x in options.items() if is_tensor_option(x)]
+        at = len(names)
+
+        def eager(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+            tensors = dict(zip(names, args[:at], strict=True))
+            return self.function(func, **{**options, **tensors})(func, *args[at:], **kwargs)
+
+        return eager
 
     def bind_keywords(self, kwargs: dict) -> dict[str, Any]:
         """Return all options of a call at a point, which are passed by keyword alone."""

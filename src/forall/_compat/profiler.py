@@ -12,6 +12,7 @@ NOTE [operators in a profile]
 
 from __future__ import annotations
 
+import ctypes
 import os
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,5 +118,11 @@ def _has_no_memory(value: Any) -> bool:
         return any(map(_has_no_memory, value))
     if not isinstance(value, torch._C._profiler._TensorMetadata):
         return False
-    is_dense = value.layout == torch.strided
-    return is_dense and value.storage_data_ptr is None and prod(value.sizes) > 0
+    if value.layout != torch.strided or prod(value.sizes) == 0:
+        return False
+    if value.storage_data_ptr is not None:
+        return False
+    # This property returns None without a reference of its own. Python below 3.12 frees None, and
+    # ends, once all references to it are lost like that.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
+    return True

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from forall._api.execution.transform_decorator import find_transform
+from forall._api.execution.transform_decorator import TENSOR_OPTION, find_transform
 from forall._api.nested_components import NestedExamples
 from forall._compat import pure_functions
 from forall._compat.private_api import PLAIN
@@ -119,6 +119,7 @@ _MORE = (*_BEGINNINGS.split(),)
 _KEEPING = ("batch_norm", "instance_norm", "moving_avg")  # they keep statistics
 _KEYWORDS = frozenset(_NAMES_OF_KEYWORDS.split())
 _TRANSFORMS = frozenset(_NAMES_OF_TRANSFORMS.split())
+_DRAWING_OPTIONS = ("different", "same", TENSOR_OPTION)  # of a transform, in its key
 _LAYERS = frozenset(_NAMES_OF_LAYERS.split())
 _TRAINING = (*_PARTS_OF_TRAINING.split(),)
 
@@ -306,8 +307,8 @@ class _PurityReader:
 
     def _transform(self, how: Transform) -> None:
         """Look at the function inside a transform, which itself only computes."""
-        if how.key is None or any(name in repr(how.key) for name in ("different", "same")):
-            raise _DoubtError  # a key is None where a tensor is in it: it draws
+        if how.key is None or any(name in repr(how.key) for name in _DRAWING_OPTIONS):
+            raise _DoubtError
         self.function(how.func)
 
     def _code(self, code: CodeType, home: dict[str, Any], captured: dict[str, Any]) -> None:

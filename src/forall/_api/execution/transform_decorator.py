@@ -22,6 +22,7 @@ from forall._api import dynamo_call
 from forall._api.chunk_size import Chunks
 from forall._compat import functorch_interop, profiler
 from forall._compat.device_mesh import is_mesh_class
+from forall._compat.private_api import PLAIN
 from forall._compat.trace_modes import is_pre_dispatch_tracing
 from forall._compat.transform_call import call_transform
 from forall._core import config
@@ -205,6 +206,17 @@ def _make_transform_key(how: tuple) -> Any:
         return None
 
 
+def is_tensor_option(value: Any) -> bool:
+    """Return True if replay takes an option for an argument of the transformed function's calls."""
+    return type(value) in PLAIN
+
+
+def _hide_tensor(option: Any) -> Any:
+    """Return a transform's name or option as it is told; a tensor only as being there."""
+    is_tensor = type(option) is tuple and is_tensor_option(option[1])
+    return (option[0], (TENSOR_OPTION,)) if is_tensor else option
+
+
 def _make_value_key(value: Any) -> Any:
     kind = type(value)
     if kind is tuple:
@@ -227,6 +239,7 @@ def _make_value_key(value: Any) -> Any:
 
 
 _WORDS = frozenset({bool, int, str})
+TENSOR_OPTION = "a tensor"  # in the key, in the place of one that replayed calls take
 _UNTOLD: Any = object()  # among a template's options, so that it has no key
 
 
@@ -293,17 +306,19 @@ def _make_transformed(
     alone: Callable | None = None,
 ) -> Callable:
     verb = how[0] if how else ""
+    options = dict([x for x in how[1:] if x is not _UNTOLD])
+    tensors = [*filter(is_tensor_option, options.values())]
 
     def call_traced(*args: Any, **kwargs: Any) -> Any:
         """Run the call where Dynamo traces it."""
         if verb in dynamo_call.VERBS and not functorch_interop.must_hand_over():
-            options = dict([x for x in how[1:] if x is not _UNTOLD])
             return dynamo_call.call_transform(verb, options, func, args, kwargs)
-        return eager(func, *args, **kwargs)
+        return eager(func, *tensors, *args, **kwargs)
 
     if is_compiling():
         return call_traced
-    key, may_change = _read(how)
+    told = how if not tensors else (*map(_hide_tensor, how),)
+    key, may_change = _read(told)
     finder = None if slot.make_finder is None else slot.make_finder(func, key)
     fixed = None if finder is None else finder.find_fixed()
     last: ReplayableCalls | None = None
@@ -313,6 +328,8 @@ def _make_transformed(
         nonlocal last
         if is_compiling():
             return call_traced(*args, **kwargs)
+        if tensors:
+            args = (*tensors, *args)
         known = span = quiet = None
         if functorch_interop.is_dynamo_listening():
             quiet = functorch_interop.run_eagerly()
@@ -328,7 +345,7 @@ def _make_transformed(
                     return found[0]
             if finder is None or not can_replay() or (last is not None and last.skips_call()):
                 return call_transform(eager, func, *args, **kwargs)
-            if may_change and key != _make_transform_key(how):
+            if may_change and key != _make_transform_key(told):
                 return call_transform(eager, func, *args, **kwargs)
             calls, given = fixed or finder.find()
             last = calls  # finding them may take longer than a replayed call
