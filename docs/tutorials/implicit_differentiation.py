@@ -71,6 +71,9 @@ def solve(theta, x, y):
 # `torch.autograd.Function` holds such a rule. The solver runs before it, apart from any derivative:
 # `theta.detach()` sees to that. This is the older form of a `Function`, which `torch.func` refuses.
 # It has no rule for `vmap` either, and needs none: both methods are run for the batch.
+#
+# It saves its result, not its argument. The result carries the derivative, so that a Hessian through
+# the rule is right too. The argument was detached, and would count as a constant.
 
 
 # %%
@@ -79,8 +82,9 @@ class AtOptimum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, w, theta, x, y):
-        ctx.save_for_backward(w, theta, x, y)
-        return w.clone()
+        out = w.clone()
+        ctx.save_for_backward(out, theta, x, y)
+        return out
 
     @staticmethod
     def backward(ctx, v):
@@ -150,6 +154,21 @@ for name, values in [
     ("difference", difference),
 ]:
     print(f"{name:11}", values)
+
+# %% [markdown]
+# The rule has a second derivative as well. The difference is that of two slopes.
+
+# %%
+curvature = vmap(hessian(judge), in_dims=(None, 0, 0))(theta, train, order)
+
+
+def slopes(theta):
+    return vmap(grad(judge), in_dims=(None, 0, 0))(theta, train, order)
+
+
+by_slopes = (slopes(theta + 1e-4) - slopes(theta - 1e-4)) / 2e-4
+print(curvature)
+torch.testing.assert_close(curvature, by_slopes, rtol=1e-5, atol=1e-8)
 
 # %% [markdown]
 # Unrolling agrees here because Newton's method ends exactly. With a solver that stops early it is

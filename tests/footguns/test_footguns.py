@@ -13,7 +13,7 @@ Index
     what is no value     strings and None pass through as they are
     random by default    a random draw is an error until somebody says which
     the same draw        randomness="same" is one draw, across chunks too
-    draws of Python's    are one for all examples, and a warning says so
+    the module random    draws one number for all examples, with a warning
     no_grad outside      does not reach into grad
     no_grad inside       cuts the derivative to zeros
     detach inside        cuts it likewise, without a word
@@ -109,7 +109,7 @@ def test_the_same_draw():
         assert drawn.unique().numel() == 1
 
 
-def test_draws_of_pythons():
+def test_the_module_random():
     with pytest.warns(UserWarning, match="once for all 3 examples"):
         found = vmap(lambda x: x.sum() * 0 + random.random())(X)
     assert len(found.unique()) == 1

@@ -111,19 +111,19 @@ def test_a_key_that_is_new_in_each_call_is_an_argument(hits):
 
 def test_transforms_that_take_a_key_are_not_those_that_take_a_word(hits):
     key = forall.random.key(1)
-    for _ in range(3):
-        found = vmap(draw, randomness=key)(X)
+    found, *_ = [vmap(draw, randomness=key)(X) for _ in range(6)]
     torch.testing.assert_close(found, plainly(vmap(draw, randomness=key), X))
     assert (vmap(draw, randomness="different")(X) != found).any()
-    assert find_transform(vmap(draw, randomness=key)).key is not None
-    assert (
-        find_transform(vmap(draw, randomness=key)).key
-        == find_transform(vmap(draw, randomness=forall.random.key(2))).key
-        != find_transform(vmap(draw, randomness="same")).key
+    keyed, again, same = (
+        find_transform(vmap(draw, randomness=how)) for how in (key, key + 1, "same")
     )
-    other = find_transform(vmap(draw, randomness=key)).make(draw)
-    assert find_transform(other).key is None
-    torch.testing.assert_close(other(X), found)
+    assert keyed and again and same
+    assert keyed.key == again.key
+    assert keyed.key != same.key
+    template = keyed.make(draw)
+    found_template = find_transform(template)
+    assert found_template and found_template.key is None
+    torch.testing.assert_close(template(X), found)
 
 
 def test_a_loss_that_is_trained(hits):
