@@ -72,8 +72,8 @@ def solve(theta, x, y):
 # `theta.detach()` sees to that. This is the older form of a `Function`, which `torch.func` refuses.
 # It has no rule for `vmap` either, and needs none: both methods are run for the batch.
 #
-# It saves its result, not its argument. The result carries the derivative, so that a Hessian through
-# the rule is right too. The argument was detached, and would count as a constant.
+# It saves its result, not its argument. The result carries the derivative, so that a Hessian
+# through the rule is right too. The argument was detached, and would count as a constant.
 
 
 # %%

@@ -109,7 +109,8 @@ for parting in report.partings:
 #
 # ## Is it right?
 #
-# The loop over the curves gives the same fits:
+# The loop over the curves gives the same fits. The counts of steps agree since the tests are far
+# above rounding; a test near it may be decided by the last digit.
 
 # %%
 for curve, p, n in zip(curves[:10], parameters, steps, strict=False):

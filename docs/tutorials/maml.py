@@ -45,7 +45,9 @@ def loss(parameters, x, y):
 # %% [markdown]
 # ## One task
 #
-# `adapt` is plain training. `loss_after` is what MAML makes small.
+# `adapt` is plain training. `loss_after` is what MAML makes small. The steps are written out, since
+# no derivative goes through an optimizer of `torch.optim`. `torch.autograd.grad(...,
+# create_graph=True)` would do in the place of `grad`.
 
 
 # %%

@@ -76,6 +76,45 @@ table = vmap(vmap(entry, in_dims=(None, 0)), in_dims=(0, None))(train_x[:8], tra
 torch.testing.assert_close(table, kernel[:8, :8])
 
 # %% [markdown]
+# ## Several outputs
+#
+# A network with three outputs has a 3 by 3 block for each pair of images. Each unit vector is
+# pulled back and pushed forward, and gives one column. (A cotangent of ones would add them up.)
+
+# %%
+OUTPUTS = 3
+classifier = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 36, OUTPUTS))
+weights = {name: p.detach() for name, p in classifier.named_parameters()}
+
+
+def scores(weights, x):  # one image -> (3,)
+    return functional_call(classifier, weights, (x.reshape(1, 1, 8, 8),))[0]
+
+
+def block(x, y):  # -> (3, 3)
+    _, pull_back = vjp(lambda w: scores(w, y), weights)
+
+    def column(unit):
+        return jvp(lambda w: scores(w, x), (weights,), pull_back(unit))[1]
+
+    return vmap(column, out_dims=1)(torch.eye(OUTPUTS))
+
+
+blocks = vmap(vmap(block, in_dims=(None, 0)), in_dims=(0, None))(train_x[:6], train_x[:6])
+blocks.shape
+
+# %% [markdown]
+# By Jacobians it is a product, summed over the parameters. Often only the trace of each block is
+# wanted:
+
+# %%
+rows = vmap(jacrev(scores), in_dims=(None, 0))(weights, train_x[:6])
+flat = torch.cat([r.flatten(2) for r in rows.values()], dim=2)  # (6, 3, parameters)
+torch.testing.assert_close(blocks, torch.einsum("nop,mqp->nmoq", flat, flat))
+traces = blocks.diagonal(dim1=2, dim2=3).sum(2)
+torch.testing.assert_close(traces, torch.einsum("nop,mop->nm", flat, flat))
+
+# %% [markdown]
 # ## What the kernel predicts
 #
 # A wide network that is trained by gradient descent on the squared error moves little in its

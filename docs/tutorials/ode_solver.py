@@ -188,7 +188,7 @@ plt.show()
 # What this costs: `vmap` makes as many steps as the slowest orbit, each for the orbits that are
 # still at work. A batch where one example takes a thousand steps and all others ten is a thousand
 # small steps long. `vmap(solve, max_steps=10_000)` ends a loop that would not end by itself, with
-# an error that names the examples.
+# an error that names the examples. A dozen orbits gain little over the loop; hundreds do.
 
 # %%
 relative = (gradients - exact).norm(dim=1) / exact.norm(dim=1)

@@ -38,7 +38,9 @@ network = nn.Sequential(
 # ## The loss of one image
 #
 # `nn.Flatten(0)` is right for *one* image: the network never sees a batch. `functional_call` runs
-# the module with the parameters that it is given.
+# the module with the parameters that it is given. `image[None]` adds the channels, of which these
+# images have one. With layers that want a batch, as `GroupNorm`, write `nn.Flatten()` and pass a
+# batch of one image.
 
 
 # %%

@@ -117,12 +117,15 @@ def test_transforms_that_take_a_key_are_not_those_that_take_a_word(hits):
     keyed, again, same = (
         find_transform(vmap(draw, randomness=how)) for how in (key, key + 1, "same")
     )
-    assert keyed and again and same
+    assert keyed
+    assert again
+    assert same
     assert keyed.key == again.key
     assert keyed.key != same.key
     template = keyed.make(draw)
     found_template = find_transform(template)
-    assert found_template and found_template.key is None
+    assert found_template
+    assert found_template.key is None
     torch.testing.assert_close(template(X), found)
 
 
