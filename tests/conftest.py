@@ -31,10 +31,8 @@ forall.config.parting = os.environ.get("FORALL_PARTING") or "together"
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") in ("jit", "fastmath")
 ASIDE = {"replay", "jit", "test_not_replayed.py"}  # that test the recording itself
-PRODUCT, ONE_IN_PRODUCT = (
-    60,
-    3,
-)  # cases of a product of lists that is a sweep, of which one in so many
+PRODUCT = 40  # cases of a product of lists that is a sweep,
+ONE_IN_PRODUCT = 4  # of which one in so many
 ONE_OF = int(os.environ.get("FORALL_ONE_IN") or 1)
 if DEVICE := os.environ.get("FORALL_DEVICE"):  # before the first test module makes a tensor
     if DEVICE == fakedev.NAME:

@@ -4,6 +4,7 @@ import pytest
 
 from device import fakedev
 from device.run import run_tests
+from sampling import SAMPLED
 
 pytestmark = pytest.mark.skipif(fakedev.why_not() is not None, reason=str(fakedev.why_not()))
 
@@ -27,7 +28,7 @@ def check(*paths: str, one_in: int = 1) -> None:
 
 
 def test_own_tests():
-    check("tests/device", "--ignore=tests/device/test_suites.py")
+    check("tests/device", "--ignore=tests/device/test_suites.py", one_in=2 if SAMPLED else 1)
 
 
 @pytest.mark.parametrize("suite", SAMPLES)
