@@ -89,7 +89,8 @@ torch.testing.assert_close(value, losses[49, 0], rtol=1e-3, atol=1e-5)
 #
 # `stack_module_state` returns leaves, and an optimizer of `torch.optim` works number by number. So
 # it trains all models, if it is given the stacks. Each loss depends on one model alone. So the
-# gradient of their sum holds the gradient of each.
+# gradient of their sum holds the gradient of each. Where all models train on the same data, map the
+# parameters alone: `vmap(loss, in_dims=(0, None, None))`.
 
 # %%
 leaves, _ = stack_module_state(networks)

@@ -62,7 +62,8 @@ J.shape, kernel.shape
 #
 # With more parameters, $J$ does not fit into memory. An entry of the kernel is a cotangent pulled
 # back at one image and pushed forward at another: `vjp`, then `jvp`. Two nested `vmap`s make the
-# table of all pairs.
+# table of all pairs. As it stands, the table still holds one direction for each image, as many
+# numbers as $J$. Give both calls of `vmap` a `chunk_size=n`, and only `n` are held at a time.
 
 
 # %%
