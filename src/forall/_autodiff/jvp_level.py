@@ -34,7 +34,7 @@ from forall._autodiff.jvp_fixes import (
     has_valid_formula,
     prevent_overwrites,
 )
-from forall._autodiff.product_jvp import PRODUCTS, push_product
+from forall._autodiff.one_tangent_jvp import BINARY_OPS, push_binary_op
 from forall._compat import pytree
 from forall._compat.dispatch_state import (
     ACCUMULATION,
@@ -347,9 +347,9 @@ class JvpLevel(DualLevel, DispatchMode):
             and self._lacks_formula(func, args, kwargs)
         ):
             return push_without_formula(func, args, kwargs, self)
-        if func in PRODUCTS and grad:
+        if func in BINARY_OPS and grad:
             with functions_off():
-                value = push_product(self, func, args, kwargs)
+                value = push_binary_op(self, func, args, kwargs)
                 if value is not None:
                     return wrap_dual(value, self)
         return self._run_formula(func, fact, args, kwargs)

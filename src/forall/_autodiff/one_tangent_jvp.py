@@ -1,0 +1,129 @@
+"""Sums, products and quotients of which one operand has a tangent.
+
+Torch's formulas make zeros for the other operand's tangent, multiply, and add. The product of a
+zero and an inf is nan, although reverse mode has the right derivative. Zeros without memory, which
+torch takes for pointwise operators, are exact, but cost ten times the operator: torch asks Python
+for the shape of each product with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._autodiff.dual_tensor import DualLevel
+from forall._compat.dispatch_state import enable_autograd_below, has_users_tangents, is_in_backward
+from forall._compat.lazy_bits import attach_tangent
+from forall._compat.private_api import split_tangent
+
+aten = torch.ops.aten
+
+# The indices of the operands among the arguments.
+_POINTWISE = {
+    aten.add.Tensor: (0, 1),
+    aten.sub.Tensor: (0, 1),
+    aten.mul.Tensor: (0, 1),
+    aten.div.Tensor: (0, 1),
+}
+_FACTORS = {
+    aten.mm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.addmv.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+    aten._grouped_mm.default: (0, 1),
+}
+# Operators that have no forward formula in torch.
+_WITHOUT_FORMULA = frozenset({aten._grouped_mm.default})
+_UNBIASED = {
+    aten.addmm.default: aten.mm.default,
+    aten.addmv.default: aten.mv.default,
+    aten.baddbmm.default: aten.bmm.default,
+}
+BINARY_OPS = frozenset({*_POINTWISE, *_FACTORS})
+
+
+def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Return the result with its tangent, one level down, or None where torch's formula is right.
+
+    That is where both operands have a tangent, unless torch has no formula, or where no argument
+    has one.
+    """
+    if has_users_tangents():
+        return None  # an operand that is no value of the level may have a tangent of the user's
+    with enable_autograd_below(grad=level.outer_grad, forward=True):
+        pairs = [level.split_dual(a) for a in args]
+        if func in _POINTWISE:
+            return _push_pointwise(level, func, pairs, kwargs)
+        i, j = _FACTORS[func]
+        both = pairs[i][1] is not None and pairs[j][1] is not None
+        if all(t is None for _, t in pairs) or (both and func not in _WITHOUT_FORMULA):
+            return None
+        if is_in_backward() and any(t is None and _has_hidden_tangent(p) for p, t in pairs):
+            return None
+        primals = [p for p, _ in pairs]
+        tangents = [p if t is None else t for p, t in pairs]
+        primal = func(*primals, **kwargs)
+        moving = primals[i] if pairs[j][1] is None else primals[j]
+        if pairs[i][1] is None and pairs[j][1] is None:  # the bias alone has a tangent
+            moving, beta = primals[0], kwargs.get("beta", 1)
+            tangent = torch.zeros_like(primal) + (tangents[0] if beta == 1 else tangents[0] * beta)
+        elif i and pairs[0][1] is None:  # a bias without a tangent
+            tangent = _UNBIASED[func](*tangents[1:3])
+            alpha = kwargs.get("alpha", 1)
+            tangent = tangent if alpha == 1 else tangent * alpha
+        elif both:
+            tangent = func(tangents[0], *primals[1:], **kwargs) + func(
+                primals[0], *tangents[1:], **kwargs
+            )
+        else:
+            tangent = func(*tangents, **kwargs)
+        if moving.requires_grad and not tangent.requires_grad and level.outer_grad:
+            # The derivative of the tangent in that tensor is zero: it is connected to the tensor,
+            # so that autograd does not report an unused input.
+            tangent = tangent + moving.narrow(0, 0, 0).sum()
+        return attach_tangent(primal, tangent)
+
+
+def _push_pointwise(
+    level: DualLevel, func: Any, pairs: list[tuple[Any, torch.Tensor | None]], kwargs: dict
+) -> Any:
+    (x, dx), (y, dy) = pairs
+    if (dx is None) == (dy is None) or not (_is_dense(x) and _is_dense(y)):
+        return None
+    if is_in_backward() and _has_hidden_tangent(y if dy is None else x):
+        return None
+    result = func(x, y, **kwargs)
+    moving = x if dy is None else y
+    if func is aten.mul.Tensor:
+        tangent = dx * y if dy is None else x * dy
+    elif func is aten.div.Tensor:
+        tangent = dx / y if dy is None else -(dy * result) / y
+    else:
+        tangent = dx if dy is None else dy * _get_factor(func, kwargs)
+        if tangent.shape != result.shape:
+            tangent = tangent.expand_as(result)
+        # The tangent has memory of its own, since it is written to with the result.
+        is_new = dx is None and tangent.dtype == result.dtype and 0 not in tangent.stride()
+        tangent = tangent if is_new else tangent.to(result.dtype, copy=True)
+        return attach_tangent(result, tangent)
+    if moving.requires_grad and not tangent.requires_grad and level.outer_grad:
+        tangent = tangent + moving.reshape(-1)[:0].sum()  # connected, as for products below
+    return attach_tangent(result, tangent)
+
+
+def _get_factor(func: Any, kwargs: dict) -> Any:
+    """Return the number by which a sum or a difference multiplies its second operand."""
+    alpha = kwargs.get("alpha", 1)
+    return alpha if func is aten.add.Tensor else -alpha
+
+
+def _is_dense(a: Any) -> bool:
+    return not isinstance(a, torch.Tensor) or (a.layout is torch.strided and not a.is_nested)
+
+
+def _has_hidden_tangent(primal: Any) -> bool:
+    """True if a tensor saved by a node carries a tangent of the level without being its value."""
+    return isinstance(primal, torch.Tensor) and split_tangent(primal, level=0)[1] is not None
