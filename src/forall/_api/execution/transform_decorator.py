@@ -306,7 +306,8 @@ def _make_transformed(
     alone: Callable | None = None,
 ) -> Callable:
     verb = how[0] if how else ""
-    options = dict([x for x in how[1:] if x is not _UNTOLD])
+    # Not by its identity: a function that was pickled by value holds a copy of `_UNTOLD`.
+    options = dict([x for x in how[1:] if type(x) is tuple])
     tensors = [*filter(is_tensor_option, options.values())]
 
     def call_traced(*args: Any, **kwargs: Any) -> Any:
