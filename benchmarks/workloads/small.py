@@ -48,6 +48,35 @@ def vmap_grad_of_two_numbers(device: torch.device) -> Contestants:
     return contest(transformed, by_autograd(lambda x: well(x.T).sum(), xs))
 
 
+def oscillate(state: torch.Tensor) -> torch.Tensor:
+    """Twenty steps of Van der Pol's oscillator: sums and products with constants."""
+    x, v = state
+    for _ in range(20):
+        x, v = x + 0.05 * v, v + 0.05 * (1.5 * (1 - x * x) * v - x)
+    return torch.stack([x, v])
+
+
+def oscillate_with_tangent(state: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """The tangent of the same, written by hand."""
+    (x, v), (dx, dv) = state, tangent
+    for _ in range(20):
+        slope = 1.5 * (1 - x * x)
+        dx, dv = dx + 0.05 * dv, dv + 0.05 * (slope * dv - (3 * x * v + 1) * dx)
+        x, v = x + 0.05 * v, v + 0.05 * (slope * v - x)
+    return torch.stack([dx, dv])
+
+
+@workload("jvp-with-constants", "`jvp` of 20 steps of 8 oscillators of Van der Pol")
+def jvp_with_constants(device: torch.device) -> Contestants:
+    # Of 0-d tensors torch.func gives tangents in float64.
+    state, tangent = torch.randn(2, 2, 8, device=device)
+
+    def transformed(api):
+        return lambda: api.jvp(oscillate, (state,), (tangent,))[1]
+
+    return contest(transformed, lambda: oscillate_with_tangent(state, tangent))
+
+
 class Steps:
     """Batches, one after the other, and a perceptron's parameters: what a step closes over."""
 
