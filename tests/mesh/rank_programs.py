@@ -459,6 +459,36 @@ def fail_in_a_program(mesh, how):
         return error, f(at, xs), hits
 
 
+def fail_where_a_call_runs_again(mesh, how):
+    """Fail on the last rank where forall would make a failed call again; return the errors.
+
+    It does so while a call is being recorded, and where examples of another vmap have parted.
+    """
+    total = vmap(lambda i, x: psum(x[i].sum(), "b"), axis_name="b", mesh=mesh)
+
+    def f(at, xs):
+        return total(at, xs) * 2
+
+    def parted(at, xs):
+        def one(scale):
+            y = scale * 2 if scale > 1 else scale
+            return total(at, xs).sum() * y
+
+        return vmap(one)(torch.arange(3.0))
+
+    run = {"recorded": total, "within": f, "parted": parted}[how]
+    xs, at = torch.ones(2, 3), torch.tensor([0, 1])
+    wrong = at + (7 if _is_last(mesh) else 0)
+    errors = []
+    with settings(patience=0.0):
+        for before in range(4):
+            made = forall.grad(lambda at, xs: f(at, xs).sum(), 1) if how == "within" else run
+            for _ in range(before):
+                made(at, xs)
+            errors.append(_try(made, wrong, xs))
+        return errors, run(at, xs)
+
+
 def interrupt_a_program(mesh):
     """Interrupt the last rank while a recorded call comes to a message; return the error."""
     f = jit(vmap(lambda x: psum(x.sin(), "b").cos(), axis_name="b", mesh=mesh))

@@ -67,6 +67,16 @@ def test_an_error_within_a_recorded_call_is_one_on_every_rank(pool, how):
         assert torch.equal(after, torch.full((2,), 108.0))
 
 
+@pytest.mark.parametrize("how", ["recorded", "within", "parted"])
+def test_a_call_that_failed_is_not_made_again_once_other_ranks_have_been_told(pool, how):
+    answers = ask(pool, "fail_where_a_call_runs_again", how, size=3)
+    for rank, (errors, _) in enumerate(answers):
+        for error, seconds in errors:
+            assert error[0] == ("IndexError" if rank == 2 else "RankError")
+            assert seconds < 2
+    assert all(torch.equal(after, answers[0][1]) for _, after in answers)
+
+
 def test_an_interrupt_within_a_recorded_call_is_an_error_on_every_rank(pool):
     for rank, (error, seconds, change, hits) in enumerate(ask(pool, "interrupt_a_program", size=3)):
         assert hits > 1

@@ -135,6 +135,8 @@ def test_as_the_loop_each_bit_is_the_loops(f, xs):
         torch.testing.assert_close(vmap(f)(xs), by_loop(f, xs), rtol=0, atol=0)
 
 
+# Torch says so once in a process, in the loop.
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
 @pytest.mark.parametrize(("f", "xs"), CASES, ids=NAMES)
 def test_derivatives_outside_are_the_loops(f, xs):
     def gradient(run):

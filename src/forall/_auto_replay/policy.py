@@ -25,7 +25,6 @@ from forall._compat.native_guards import get_dict_version
 from forall._compat.private_api import has_global_hooks
 from forall._compat.transform_call import call_transform
 from forall._core import communication_log, config
-from forall._core.errors import CollectiveError
 from forall._jit.cache.call_cache import MOST_ENTRIES, CallCache
 from forall._jit.cache.call_key import is_free, read_torch_state
 from forall._jit.cache.differentiable_entry import DifferentiableEntry
@@ -328,9 +327,9 @@ class AutoReplayCache(CallCache):
             return begin_recording(
                 self.eager, call.leaves, spec, guards, before, until=until, **how
             )
-        except CollectiveError:  # to make the call again would communicate again
-            raise
-        except Exception:
+        except Exception as error:
+            if communication_log.is_final(error):
+                raise
             if not guards.hold() or before.has_outside_writes():
                 raise
             before.rewind()

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forall._compat.exception_safety import RestoredState, open_calls
+from forall._core.errors import CollectiveError
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,7 @@ class CommunicationLog:
 
 class _Newest(RestoredState):
     log: CommunicationLog | None = None  # may be of a call that has ended
+    told_in: Any = None  # the outermost call in which the other ranks were told of an error
     is_used = False  # True once this thread has made a call over ranks
 
 
@@ -99,6 +101,17 @@ def is_reading() -> bool:
 def drop_log() -> None:
     """Forget the messages: no run that came to them can be undone any more."""
     _newest.log = None
+
+
+def note_told_error() -> None:
+    """Note that the other ranks were told of an error of this one: they have ended the call."""
+    _newest.told_in = open_calls.before
+
+
+def is_final(error: BaseException) -> bool:
+    """Return True if what ended with an error cannot run once more: nobody would answer it."""
+    call = open_calls.before
+    return isinstance(error, CollectiveError) or (call is not None and _newest.told_in is call)
 
 
 def get_position() -> int:

@@ -17,9 +17,10 @@ from forall._compat.call_site import SourceLine
 from forall._compat.storage import is_out_of_memory
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core import communication_log
 from forall._core.code_table import CodeSet, find_code
 from forall._core.divergence import Diverged, TimeExceeded
-from forall._core.errors import CollectiveError, format_columns, name_of, warn_slow_path
+from forall._core.errors import format_columns, name_of, warn_slow_path
 from forall._core.reachable import list_own_attributes
 from forall._divergence import Refusal, convert, convert_libraries, thread
 from forall._divergence.batched_scalar import BatchedScalar
@@ -205,7 +206,7 @@ def _must_rerun(options: VmapOptions, level: VmapLevel, error: BaseException) ->
     limit = level.state.limit
     if limit is not None and error is limit.reached:
         return False
-    if isinstance(error, CollectiveError) or (options.retries_on_oom and is_out_of_memory(error)):
+    if communication_log.is_final(error) or (options.retries_on_oom and is_out_of_memory(error)):
         return False
     if isinstance(error, Diverged):  # examples diverged in code that cannot run again
         return error.level.root is level

@@ -24,7 +24,7 @@ from forall._compat.dispatch_state import (
 )
 from forall._compat.op_schema import get_facts
 from forall._compat.private_api import PLAIN, OpOverloadPacket, count_dispatch_modes
-from forall._core.errors import CollectiveError
+from forall._core import communication_log
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.memory_layout import is_layout_open
 from forall._vmap.registry import DIRECT, HANDLERS
@@ -166,10 +166,10 @@ def _answer_by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any,
             if met and level.state.logs_writes:
                 level.state.mutation_log.log_operand_reads(func, met)
             out = rule(level, func, args, kwargs)
-    except CollectiveError:  # to call it once more would communicate once more
-        raise
-    except Exception:  # noqa: BLE001 - the long way tells what is wrong, and for which example
-        return None
+    except Exception as error:
+        if communication_log.is_final(error):
+            raise
+        return None  # the long way tells what is wrong, and for which example
     return None if out is NotImplemented else out
 
 
