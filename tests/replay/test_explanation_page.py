@@ -223,6 +223,7 @@ def total(xs):
 ROOTS = torch.tensor([1.0, 4.0, 100.0])
 
 
+@pytest.mark.counted  # a call that is recorded has no reports of those inside
 @pytest.mark.parametrize(
     ("explained", "args"),
     [
@@ -244,6 +245,7 @@ def test_a_vmap_inside_another_transform_is_explained(explained, args):
     assert page.tags.count("svg") == 1
 
 
+@pytest.mark.counted  # a call that is recorded has no reports of those inside
 def test_the_first_few_vmaps_inside_are_explained():
     def f(x):
         for _ in range(20):

@@ -250,7 +250,7 @@ class AutoReplayCache(CallCache):
                 return call.instead()
             self.unseen = self.unseen or why
         ran = ObservedCoverage(until)
-        with ran.observe_calls():
+        with disable_gc(), ran.observe_calls():  # nor are they, or gc.callbacks, here
             result = call.instead()
         if ran.why == TOO_LONG:
             self._postpone(call.key, due, ran.why)
