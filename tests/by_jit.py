@@ -46,7 +46,9 @@ REASONS: Counter[str] = Counter()
 class Quiet(JitCache):
     """Kinds of calls; what cannot be recorded is counted, and not warned of."""
 
-    def _keep_eager(self, kind: Any, given: tuple[tuple, dict], why: str) -> EagerKind:
+    def _keep_eager(
+        self, kind: Any, given: tuple[tuple, dict], why: str, place: Any = None
+    ) -> EagerKind:
         REASONS[why] += 1
         self.known.keep_last(kind, EagerKind("", why))
         return EagerKind("", why)

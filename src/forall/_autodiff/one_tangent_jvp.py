@@ -19,13 +19,8 @@ from forall._compat.private_api import split_tangent
 
 aten = torch.ops.aten
 
-# The indices of the operands among the arguments.
-_POINTWISE = {
-    aten.add.Tensor: (0, 1),
-    aten.sub.Tensor: (0, 1),
-    aten.mul.Tensor: (0, 1),
-    aten.div.Tensor: (0, 1),
-}
+_POINTWISE = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
+# The indices of the factors among the arguments.
 _FACTORS = {
     aten.mm.default: (0, 1),
     aten.mv.default: (0, 1),
@@ -42,7 +37,7 @@ _UNBIASED = {
     aten.addmv.default: aten.mv.default,
     aten.baddbmm.default: aten.bmm.default,
 }
-BINARY_OPS = frozenset({*_POINTWISE, *_FACTORS})
+BINARY_OPS = _POINTWISE | _FACTORS.keys()
 
 
 def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
