@@ -28,6 +28,7 @@ def library():
     kept._destroy()
 
 
+@pytest.mark.counted
 @pytest.mark.usefixtures("library")
 @pytest.mark.filterwarnings(f"ignore::{PerformanceWarning.__module__}.PerformanceWarning")
 def test_examples_begin_where_memory_of_their_own_would():

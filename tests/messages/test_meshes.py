@@ -85,6 +85,7 @@ def test_another_number_of_examples(mesh):
         vmap(first, axis_name="b", axis_size=7, mesh=mesh)(X)
 
 
+@pytest.mark.counted  # a recorded call has another name
 def test_a_thread_that_makes_a_call_beside_another(mesh):
     from forall._mesh.rank_group import get_rank_group
 
