@@ -1,0 +1,124 @@
+"""Sums, products and quotients of which one operand has a tangent, against the rule for both."""
+
+import itertools
+import operator
+
+import pytest
+import torch
+
+from draws import make_generator
+from forall import grad, hessian, jvp, linearize, vmap
+
+OPS = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "add alpha": lambda x, y: torch.add(x, y, alpha=3),
+    "sub alpha": lambda x, y: torch.sub(x, y, alpha=-2),
+}
+SHAPES = [
+    ((), ()),
+    ((3,), (3,)),
+    ((2, 3), (3,)),
+    ((3,), (2, 3)),
+    ((), (3,)),
+    ((3,), ()),
+    ((0,), ()),
+]
+DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float32),
+    (torch.float64, torch.int64),
+    (torch.float64, torch.complex128),
+    (torch.complex128, torch.float64),
+]
+
+
+def draw(shape, dtype, seed):
+    found = torch.randn(shape, dtype=torch.float64, generator=make_generator(seed))
+    return (3 * found + 5).to(dtype)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: f"{d[0]}, {d[1]}".replace("torch.", ""))
+def test_a_tangent_is_that_of_both_with_zeros_for_the_other(name, side, dtypes):
+    op = OPS[name] if side == "left" else lambda x, c: OPS[name](c, x)
+    for shape, other in SHAPES:
+        x, t, c = (
+            draw(shape, dtypes[0], 0),
+            draw(shape, dtypes[0], 1),
+            draw(other, dtypes[1], 2),
+        )
+        value, tangent = jvp(lambda x, c=c: op(x, c), (x,), (t,))
+        assert tangent.shape == value.shape
+        assert tangent.dtype == value.dtype == op(x, c).dtype
+        if not c.dtype.is_floating_point and not c.dtype.is_complex:
+            c = c.double()
+        wanted = jvp(op, (x, c), (t, torch.zeros_like(c)))[1]
+        torch.testing.assert_close(tangent, wanted, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_number_keeps_the_dtype(name):
+    for shape, dtype in itertools.product([(), (3,)], [torch.float32, torch.float64]):
+        x, t = draw(shape, dtype, 0), draw(shape, dtype, 1)
+        for f in (lambda x: OPS[name](x, 2.5), lambda x: OPS[name](x, 2)):
+            _, tangent = jvp(f, (x,), (t,))
+            assert tangent.dtype == dtype
+            step = 1e-3
+            slope = (f(x.double() + step * t) - f(x.double() - step * t)) / (2 * step)
+            torch.testing.assert_close(tangent.double(), slope, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mul", "div", "add", "sub"])
+def test_what_does_not_move_may_be_infinite(name):
+    c = torch.tensor([float("inf"), 2.0])
+    for f in (lambda x: OPS[name](x, c), lambda x: OPS[name](c, x)):
+        x = torch.tensor([2.0, 3.0])
+        found = jvp(f, (x,), (torch.ones(2),))[1]
+        torch.testing.assert_close(found, grad(lambda x, f=f: f(x).sum())(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["mul", "div", "add", "sub"])
+def test_a_write_into_the_result_leaves_the_operand(name):
+    def f(x):
+        y = OPS[name](x, 2.0)
+        y.mul_(3.0)
+        return x, y
+
+    x, t = draw((3,), torch.float64, 0), draw((3,), torch.float64, 1)
+    _, (same, written) = jvp(f, (x,), (t,))
+    torch.testing.assert_close(same, t)
+    torch.testing.assert_close(written, jvp(lambda x: OPS[name](x, 2.0) * 3.0, (x,), (t,))[1])
+
+
+def test_derivatives_of_tangents():
+    c = draw((3,), torch.float64, 2)
+
+    def f(x):
+        return ((c - x / c) * (2 / x) + 3 * x - c).sin().sum()
+
+    x, v = draw((3,), torch.float64, 0), draw((3,), torch.float64, 1)
+    by_reverse = torch.autograd.functional.hessian(f, x)
+    torch.testing.assert_close(hessian(f)(x), by_reverse)
+    torch.testing.assert_close(linearize(grad(f), x)[1](v), by_reverse @ v)
+    torch.testing.assert_close(
+        jvp(lambda x: jvp(f, (x,), (v,))[1], (x,), (v,))[1], v @ by_reverse @ v
+    )
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(jvp(f, (leaf,), (v,))[1], leaf)
+    torch.testing.assert_close(slope, by_reverse @ v)
+
+
+def test_examples_with_and_without_a_tangent():
+    xs, cs = draw((4, 3), torch.float64, 0), draw((4, 3), torch.float64, 1)
+
+    def one(x, c):
+        return jvp(lambda x: (x * c - c / x + x) / 2, (x,), (torch.ones(3, dtype=x.dtype),))[1]
+
+    wanted = torch.stack([one(x, c) for x, c in zip(xs, cs, strict=True)])
+    torch.testing.assert_close(vmap(one)(xs, cs), wanted)
+    torch.testing.assert_close(wanted, (cs + cs / xs**2 + 1) / 2)
