@@ -1,4 +1,4 @@
-"""Sums, products and quotients of which one operand has a tangent.
+"""Sums, products, quotients and maxima of which one operand has a tangent.
 
 Torch's formulas make zeros for the other operand's tangent, multiply, and add. The product of a
 zero and an inf is nan, although reverse mode has the right derivative. Zeros without memory, which
@@ -19,7 +19,13 @@ from forall._compat.private_api import split_tangent
 
 aten = torch.ops.aten
 
-_POINTWISE = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
+_ORDERS = {aten.maximum.default: torch.gt, aten.minimum.default: torch.lt}
+_POINTWISE = _ORDERS.keys() | {
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+}
 # The indices of the factors among the arguments.
 _FACTORS = {
     aten.mm.default: (0, 1),
@@ -96,6 +102,9 @@ def _push_pointwise(
         tangent = dx * y if dy is None else x * dy
     elif func is aten.div.Tensor:
         tangent = dx / y if dy is None else -(dy * result) / y
+    elif func in _ORDERS:  # equal operands have half of the derivative each
+        share = torch.where(x == y, 0.5, _ORDERS[func](x, y).to(result.dtype))
+        return attach_tangent(result, share * dx if dy is None else dy - share * dy)
     else:
         tangent = dx if dy is None else dy * _get_factor(func, kwargs)
         if tangent.shape != result.shape:
