@@ -526,7 +526,7 @@ def test_a_loop_that_was_broken_off_for_what_is_done_once_is_timed_again(monkeyp
         assert len(starts) == 2
         assert times.looped == 1000
     else:
-        assert times.looped < 1
+        assert (times.looped or 0) < 1
         assert len(starts) >= 2
     assert 0 < starts[1] < 1  # no longer than the call together took
 

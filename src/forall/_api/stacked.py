@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from forall._compat.documented_error import documented_error
@@ -19,7 +21,7 @@ from forall._vmap import boundary
 from forall._vmap.batched_tensor import BatchedTensor
 
 
-def stacked(tensor: torch.Tensor | complex) -> torch.Tensor:
+def stacked(tensor: Any) -> torch.Tensor:
     """All examples of ``tensor``, a value from inside a `vmap`, as one tensor.
 
     For an example of shape ``(*S)`` it has shape ``(B, *S)``, and

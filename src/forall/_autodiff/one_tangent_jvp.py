@@ -88,9 +88,7 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
         return attach_tangent(primal, tangent)
 
 
-def _push_pointwise(
-    level: DualLevel, func: Any, pairs: list[tuple[Any, torch.Tensor | None]], kwargs: dict
-) -> Any:
+def _push_pointwise(level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], kwargs: dict) -> Any:
     (x, dx), (y, dy) = pairs
     if (dx is None) == (dy is None) or not (_is_dense(x) and _is_dense(y)):
         return None

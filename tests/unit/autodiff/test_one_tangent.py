@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_derivatives_of_tangents():
         return ((c - x / c) * (2 / x) + 3 * x - c).sin().sum()
 
     x, v = draw((3,), torch.float64, 0), draw((3,), torch.float64, 1)
-    by_reverse = torch.autograd.functional.hessian(f, x)
+    by_reverse: Any = torch.autograd.functional.hessian(f, x)
     torch.testing.assert_close(hessian(f)(x), by_reverse)
     torch.testing.assert_close(linearize(grad(f), x)[1](v), by_reverse @ v)
     torch.testing.assert_close(
