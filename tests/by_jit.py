@@ -58,7 +58,7 @@ class State:
     """What a call may change of what was there before it."""
 
     def __init__(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> None:
-        self.tensors = [t for t in tensors if has_memory(t)]
+        self.tensors = [t for t in tensors if has_memory(t) and not t.is_meta]
         self.others = [*tensors, *others]
         self.versions = [*map(get_version, self.tensors)]
         self.numbers = [t.detach().clone() for t in self.tensors]
