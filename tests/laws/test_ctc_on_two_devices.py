@@ -49,6 +49,7 @@ DTYPE, KIND, REDUCTION = (
 )
 
 
+@pytest.mark.counted
 @DTYPE
 @KIND
 @REDUCTION

@@ -258,3 +258,15 @@ def test_the_default_device_is_no_mode_that_anyone_asks_for():
             assert torch.ones(1).device == CPU
         assert torch.ones(1).device == META
     assert (count_function_modes(), find_default_device()) == (0, None)
+
+
+@pytest.mark.parametrize("replay", [True, "check"])
+def test_tensors_without_numbers_are_replayed(replay, monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", replay)
+    monkeypatch.setattr(forall.config, "patience", 0.0)
+    x = torch.ones(3, 4, device="meta")
+    mapped = vmap(grad(lambda x: x.sin().sum()))
+    for _ in range(6):
+        found = mapped(x)
+    assert found.is_meta
+    assert found.shape == (3, 4)
