@@ -268,5 +268,5 @@ def test_tensors_without_numbers_are_replayed(replay, monkeypatch):
     mapped = vmap(grad(lambda x: x.sin().sum()))
     for _ in range(6):
         found = mapped(x)
-    assert found.is_meta
-    assert found.shape == (3, 4)
+        assert found.is_meta
+        assert found.shape == (3, 4)
