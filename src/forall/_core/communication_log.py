@@ -63,7 +63,7 @@ class CommunicationLog:
 
 class _Newest(RestoredState):
     log: CommunicationLog | None = None  # may be of a call that has ended
-    told_in: Any = None  # the outermost call in which the other ranks were told of an error
+    notified_in: Any = None  # the outermost call in which the other ranks were told of an error
     is_used = False  # True once this thread has made a call over ranks
 
 
@@ -103,15 +103,15 @@ def drop_log() -> None:
     _newest.log = None
 
 
-def note_told_error() -> None:
+def note_notified_error() -> None:
     """Note that the other ranks were told of an error of this one: they have ended the call."""
-    _newest.told_in = open_calls.before
+    _newest.notified_in = open_calls.before
 
 
 def is_final(error: BaseException) -> bool:
     """Return True if what ended with an error cannot run once more: nobody would answer it."""
     call = open_calls.before
-    return isinstance(error, CollectiveError) or (call is not None and _newest.told_in is call)
+    return isinstance(error, CollectiveError) or (call is not None and _newest.notified_in is call)
 
 
 def get_position() -> int:

@@ -112,7 +112,7 @@ class RankCall:
                     rank_ops.END(self.size, self.group.handle, str(self.call))
             else:
                 tell_failure(self.group, error)
-                communication_log.note_told_error()
+                communication_log.note_notified_error()
         finally:
             if not self.is_inside:
                 self.group.leave()

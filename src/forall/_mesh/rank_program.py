@@ -59,7 +59,7 @@ class RankProgram:
                 for group in entered:
                     if group.is_open:
                         tell_failure(group, error)
-                        communication_log.note_told_error()
+                        communication_log.note_notified_error()
             raise
         finally:
             for group in entered:

@@ -212,7 +212,7 @@ def is_tensor_option(value: Any) -> bool:
 
 
 def _hide_tensor(option: Any) -> Any:
-    """Return a transform's name or option as it is told; a tensor only as being there."""
+    """Return a transform's name or option; in the place of a tensor, that there is one."""
     is_tensor = type(option) is tuple and is_tensor_option(option[1])
     return (option[0], (TENSOR_OPTION,)) if is_tensor else option
 
@@ -318,8 +318,8 @@ def _make_transformed(
 
     if is_compiling():
         return call_traced
-    told = how if not tensors else (*map(_hide_tensor, how),)
-    key, may_change = _read(told)
+    hidden = how if not tensors else (*map(_hide_tensor, how),)
+    key, may_change = _read(hidden)
     finder = None if slot.make_finder is None else slot.make_finder(func, key)
     fixed = None if finder is None else finder.find_fixed()
     last: ReplayableCalls | None = None
@@ -346,7 +346,7 @@ def _make_transformed(
                     return found[0]
             if finder is None or not can_replay() or (last is not None and last.skips_call()):
                 return call_transform(eager, func, *args, **kwargs)
-            if may_change and key != _make_transform_key(told):
+            if may_change and key != _make_transform_key(hidden):
                 return call_transform(eager, func, *args, **kwargs)
             calls, given = fixed or finder.find()
             last = calls  # finding them may take longer than a replayed call
