@@ -67,6 +67,8 @@ class DualLevel(Level):
         """Return an argument's primal and tangent; call it inside `enable_autograd_below`."""
         if type(a) is not DualTensor or a.level is not self:
             return a, None
+        if a.value.is_inference():  # it has no tangent, and torch fails where it is asked for one
+            return a.value, None
         primal, tangent = split_tangent(a.value, level=0)
         return primal, complete_gradient(tangent)
 
