@@ -56,14 +56,14 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
         return None  # an operand that is no value of the level may have a tangent of the user's
     with enable_autograd_below(grad=level.outer_grad, forward=True):
         pairs = [level.split_dual(a) for a in args]
-        if func in _POINTWISE:
-            return _push_pointwise(level, func, pairs, kwargs)
-        i, j = _FACTORS[func]
+        i, j = _FACTORS.get(func, (0, 1))
         both = pairs[i][1] is not None and pairs[j][1] is not None
         if all(t is None for _, t in pairs) or (both and func not in _WITHOUT_FORMULA):
             return None
         if is_in_backward() and any(t is None and _has_hidden_tangent(p) for p, t in pairs):
             return None
+        if func in _POINTWISE:
+            return _push_pointwise(level, func, pairs, kwargs)
         primals = [p for p, _ in pairs]
         tangents = [p if t is None else t for p, t in pairs]
         primal = func(*primals, **kwargs)
@@ -81,21 +81,24 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
             )
         else:
             tangent = func(*tangents, **kwargs)
-        if moving.requires_grad and not tangent.requires_grad and level.outer_grad:
-            # The derivative of the tangent in that tensor is zero: it is connected to the tensor,
-            # so that autograd does not report an unused input.
-            tangent = tangent + moving.narrow(0, 0, 0).sum()
-        return attach_tangent(primal, tangent)
+        return attach_tangent(primal, _connect(level, tangent, moving))
+
+
+def _connect(level: DualLevel, tangent: torch.Tensor, moving: torch.Tensor) -> torch.Tensor:
+    """Return a tangent whose derivative in the operand that moves is known, though it may be zero.
+
+    Else autograd would report an unused input.
+    """
+    if moving.requires_grad and not tangent.requires_grad and level.outer_grad:
+        return tangent + torch.atleast_1d(moving).narrow(0, 0, 0).sum()
+    return tangent
 
 
 def _push_pointwise(level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], kwargs: dict) -> Any:
     (x, dx), (y, dy) = pairs
-    if (dx is None) == (dy is None) or not (_is_dense(x) and _is_dense(y)):
-        return None
-    if is_in_backward() and _has_hidden_tangent(y if dy is None else x):
+    if not (_is_dense(x) and _is_dense(y)):
         return None
     result = func(x, y, **kwargs)
-    moving = x if dy is None else y
     if func is aten.mul.Tensor:
         tangent = dx * y if dy is None else x * dy
     elif func is aten.div.Tensor:
@@ -111,9 +114,7 @@ def _push_pointwise(level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], k
         is_new = dx is None and tangent.dtype == result.dtype and 0 not in tangent.stride()
         tangent = tangent if is_new else tangent.to(result.dtype, copy=True)
         return attach_tangent(result, tangent)
-    if moving.requires_grad and not tangent.requires_grad and level.outer_grad:
-        tangent = tangent + moving.reshape(-1)[:0].sum()  # connected, as for products below
-    return attach_tangent(result, tangent)
+    return attach_tangent(result, _connect(level, tangent, x if dy is None else y))
 
 
 def _get_factor(func: Any, kwargs: dict) -> Any:

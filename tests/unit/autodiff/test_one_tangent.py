@@ -1,4 +1,4 @@
-"""Sums, products and quotients of which one operand has a tangent, against the rule for both."""
+"""Sums, products, quotients and maxima of which one operand has a tangent, by the rule for both."""
 
 import itertools
 import operator
