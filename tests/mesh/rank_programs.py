@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import time
 import traceback
 import warnings
+import weakref
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,6 +38,7 @@ from forall import (
 )
 from forall._auto_replay.replayed_calls import get_transform_calls as get_calls
 from forall._mesh import rank_kernels
+from forall._mesh.rank_group import get_rank_group
 from mesh.programs import EXAMPLES, PROGRAMS
 from mesh.transforms import INSIDE, named, weights
 
@@ -663,3 +667,17 @@ def map_dtensors(mesh, sizes):
     total.backward()
     wrong = _try(f, w, distribute_tensor(WIDE, mesh, [Shard(1)]))[0]
     return [t.full_tensor().detach() for t in (y, total, w.grad)], str(y.placements), wrong
+
+
+def destroy_group(mesh):
+    """Return True if the group by which ranks agree has ended with the group of the data."""
+    group = dist.new_group([*range(mesh.size())])
+    of_its_own = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("b",))
+    reduce_one = jit(vmap(lambda x: psum(x, "b"), axis_name="b", mesh=of_its_own))
+    for _ in range(2):
+        reduce_one(torch.ones(2))
+    control = weakref.ref(get_rank_group(of_its_own).control)
+    dist.destroy_process_group(group)
+    del group, of_its_own, reduce_one
+    gc.collect()
+    return control() is None

@@ -5,6 +5,9 @@ there one after another, since a message of several processes takes long on few 
 """
 
 import functools
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -158,3 +161,37 @@ def test_a_rank_that_ends_is_named():
         assert kind == "RankError"
         assert "rank 2 has ended" in text
         assert rank == 2
+
+
+def test_the_group_of_agreements_ends_with_the_group_of_the_data(pool):
+    assert all(ask(pool, "destroy_group", size=4))
+
+
+PROGRAM_WITHOUT_AN_END = """
+import atexit, weakref
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+atexit.register(lambda: print("ended" if control() is None else "runs"))  # runs after forall's own
+
+from forall import psum, vmap
+from forall._mesh.rank_group import get_rank_group
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("b",))
+vmap(lambda x: psum(x, "b"), axis_name="b", mesh=mesh)(torch.ones(2))
+control = weakref.ref(get_rank_group(mesh).control)
+"""
+
+
+def test_threads_of_agreements_end_before_python_does():
+    """A thread that needs Python while that ends would abort the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM_WITHOUT_AN_END],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr[-3000:]

@@ -207,6 +207,7 @@ def _make_rank_error(
 
 def _make_lost_error(group: RankGroup, what: str, error: RuntimeError) -> RankError:
     """Return the error of a message that failed: a process has ended, or has not come in time."""
+    group.note_lost()
     place = f"forall/{group.id}/{group.calls}"
     absent = process_groups.find_absent_ranks(place, group.rank, group.size, _SECONDS_OF_ROLL_CALL)
     names = f"rank {', '.join(map(str, absent))}" if absent else "another rank"

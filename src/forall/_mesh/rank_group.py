@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from forall._compat import process_groups
 from forall._compat.documented_error import documented_error
@@ -24,10 +25,12 @@ class RankGroup:
     and keys of recorded calls. ``control`` is another group of the same ranks, by which they agree
     on what comes next. Its messages need no device, and are never taken for messages of the data.
     ``calls`` counts the calls over this group, and ``position`` the agreements of the present one.
+
+    It ends with its process group, and the group ``control`` with it, see `_end_control_groups`.
     """
 
     def __init__(self, group: ProcessGroup, axis: str) -> None:
-        self.group = group
+        self._group = ref(group)
         self.axis = axis
         self.id = group.group_name  # the same on all ranks
         self.handle = f"{self.id}/{next(_count)}"
@@ -56,15 +59,26 @@ class RankGroup:
         """End an outermost call."""
         self.thread, self.is_open = None, False
 
+    @property
+    def group(self) -> ProcessGroup:
+        found = self._group()
+        if found is None:
+            raise _make_destroyed_error()
+        return found
+
+    def note_lost(self) -> None:
+        """Keep both groups for ever: to end them would be to wait for a rank that is gone."""
+        _lost.append((self._group(), self.control))
+
 
 def get_rank_group(mesh: DeviceMesh) -> RankGroup:
     """Return the ranks of a mesh of one dim. All of them have to call this."""
     communication_log.begin_use()
     group, names = mesh.get_group(), mesh.mesh_dim_names
-    known = _by_name.get(group.group_name)
-    if known is None or known.group is not group:
+    known = _by_group.get(group)
+    if known is None:
         known = RankGroup(group, names[0] if names else "mesh")
-        _by_name[known.id] = _by_handle[known.handle] = known
+        _by_group[group] = _by_handle[known.handle] = known
     return known
 
 
@@ -72,13 +86,29 @@ def find_rank_group(handle: str) -> RankGroup:
     """Return the ranks with this handle."""
     known = _by_handle.get(handle)
     if known is None:
-        raise documented_error(RuntimeError, "mesh")(
-            "The process group of this call was destroyed, and another has taken its name.\n"
-            "Make the call again, over a mesh of the present group."
-        )
+        raise _make_destroyed_error()
     return known
 
 
+def _make_destroyed_error() -> Exception:
+    return documented_error(RuntimeError, "mesh")(
+        "The process group of this call was destroyed.\n"
+        "Make the call again, over a mesh of the present group."
+    )
+
+
+@atexit.register
+def _end_control_groups() -> None:
+    """End the threads by which ranks agreed, while Python runs.
+
+    Such a thread lets go of the tensors of its last message at any time after it. One that does so
+    while Python ends is stopped in the middle of it, and that aborts the process.
+    """
+    for known in [*_by_group.values()]:
+        known.control = None
+
+
 _count = itertools.count()
-_by_name: dict[str, RankGroup] = {}  # after a restart of torch.distributed names are used again
+_by_group: WeakKeyDictionary[ProcessGroup, RankGroup] = WeakKeyDictionary()
 _by_handle: WeakValueDictionary[str, RankGroup] = WeakValueDictionary()
+_lost: list[tuple[ProcessGroup | None, Any]] = []
