@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forall._compat.symbolic_eye import make_identity
+from forall._compat.symbolic_diagonal import make_identity_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +18,9 @@ def make_basis_rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> l
     There is one (stop - start, *S) per tensor. Vector k is 1 at entry k of the concatenation of all
     flattened tensors, and 0 elsewhere.
     """
-    if len(tensors) == 1 and tensors[0].dim() == 1 and (start, stop) == (0, tensors[0].numel()):
-        return [make_identity(stop, tensors[0].dtype, tensors[0].device)]
+    if len(tensors) == 1 and tensors[0].dim() == 1:
+        t = tensors[0]
+        return [make_identity_rows(start, stop, t.numel(), t.dtype, t.device)]
     out = []
     first = 0
     for t in tensors:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# A gather of a few kilobytes from a few ranks takes as long as one of a few bytes.
+_MOST_BYTES, _MOST_RANKS = 8192, 16
+_ALIGNED = 16  # bytes, of the largest dtype
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The first was renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,13 +113,36 @@ def exchange(
 
 
 def gather_words(
-    words: Sequence[int], size: int, group: Any, limit: float | None
-) -> list[list[int]]:
-    """Return a row of integers from each rank."""
-    mine = torch.tensor([*words], device="cpu")
-    out = torch.empty((size, len(words)), dtype=torch.int64, device="cpu")
+    words: Sequence[int], size: int, group: Any, limit: float | None, data: torch.Tensor | None
+) -> tuple[list[list[int]], torch.Tensor | None]:
+    """Return a row of integers from each rank, and a row of data if this rank has any.
+
+    The message has the same length whatever a rank sends, so that ranks with other data, or with
+    none, are understood too. Data must fit, see `has_room_for`.
+    """
+    start = -(-8 * len(words) // _ALIGNED) * _ALIGNED
+    mine = torch.empty(start + _get_room(size), dtype=torch.uint8, device="cpu")
+    mine[: 8 * len(words)].view(torch.int64).copy_(torch.tensor([*words], device="cpu"))
+    stop = start if data is None else start + data.nbytes
+    if data is not None:
+        mine[start:stop].copy_(data.contiguous().view(-1).view(torch.uint8))
+    out = torch.empty((size, len(mine)), dtype=torch.uint8, device="cpu")
     _wait(group._allgather_base(out.view(-1), mine), limit)
-    return out.tolist()
+    rows = out[:, : 8 * len(words)].contiguous().view(torch.int64).tolist()
+    if data is None:
+        return rows, None
+    return rows, out[:, start:stop].contiguous().view(data.dtype).view(size, *data.shape)
+
+
+def has_room_for(data: torch.Tensor, size: int) -> bool:
+    """Return True if `gather_words` can send data with the words of so many ranks."""
+    is_plain = data.is_cpu and data.layout is torch.strided and not data.is_neg()
+    return is_plain and not data.is_conj() and 0 < data.nbytes <= _get_room(size)
+
+
+def _get_room(size: int) -> int:
+    """Return how many bytes of data have room beside the words of so many ranks."""
+    return _MOST_BYTES if size <= _MOST_RANKS else 0
 
 
 def gather_texts(

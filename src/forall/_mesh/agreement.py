@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,20 +43,31 @@ def communicate(
     what: str,
     x: torch.Tensor,
     run: Callable[[float | None], torch.Tensor],
+    combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return ``run(limit)``, a message ``what`` of all ranks, once all of them have come to it."""
+    """Return ``run(limit)``, a message ``what`` of all ranks, once all of them have come to it.
+
+    ``combine`` makes the same of a stack of all ranks' ``x``. Little data are sent along with the
+    agreement, and combined by each rank: one exchange takes half as long as two.
+    """
     log = communication_log.get_log()
     entry = None if log is None else log.read_next()
     sent = None if log is None or log.is_replay else _hash_values(x)
     if entry is not None:
         _check_same_message(entry, what, sent)
         return entry.result.clone()
-    if config.now.agree == "each":
-        _agree(group, what)
-    try:
-        result = run(config.now.rank_timeout)
-    except RuntimeError as error:
-        raise _make_lost_error(group, what, error) from error
+    is_agreed = config.now.agree == "each"
+    if is_agreed and combine is not None and process_groups.has_room_for(x, group.size):
+        _, rows = _agree(group, what, data=x)
+        with _plain_tensors(), torch.no_grad():
+            result = combine(rows)
+    else:
+        if is_agreed:
+            _agree(group, what)
+        try:
+            result = run(config.now.rank_timeout)
+        except RuntimeError as error:
+            raise _make_lost_error(group, what, error) from error
     if log is not None and log.keeps_messages:
         log.add(LogEntry(what, sent, result))
         return result.clone()
@@ -78,7 +89,7 @@ def agree_once(group: RankGroup, what: str, call: str = "", size: int = 0) -> li
     if entry is not None:
         _check_same_message(entry, what, size)
         return entry.result.tolist()
-    sizes = _agree(group, what, call, size)
+    sizes, _ = _agree(group, what, call, size)
     if log is not None:
         with _plain_tensors():
             log.add(LogEntry(what, size, torch.tensor(sizes, device="cpu")))
@@ -108,13 +119,15 @@ def _hash_values(x: torch.Tensor) -> int | torch.Tensor:
         return torch.hash_tensor(integers).view(torch.int64)
 
 
-def _agree(group: RankGroup, what: str, call: str = "", size: int = 0) -> list[int]:
-    """Return ``size`` of each rank, once all ranks are seen to be at this place."""
+def _agree(
+    group: RankGroup, what: str, call: str = "", size: int = 0, data: torch.Tensor | None = None
+) -> tuple[list[int], Any]:
+    """Return ``size`` and ``data`` of each rank, once all ranks are seen to be at this place."""
     header = (_GOES_ON, group.calls, group.position, zlib.crc32(what.encode()))
     group.position += 1
-    rows = _exchange_headers(group, (*header, size), what)
+    rows, found = _exchange_headers(group, (*header, size), what, data)
     if all(tuple(row[:4]) == header for row in rows):
-        return [row[4] for row in rows]
+        return [row[4] for row in rows], found
     texts = _exchange_texts(group, what)
     _count_alike(group, rows)
     raise _make_rank_error(group, rows, texts, call)
@@ -129,7 +142,7 @@ def tell_failure(group: RankGroup, error: BaseException) -> None:
     message = str(error).splitlines()[:1]
     text = f"{type(error).__name__}: {''.join(message)}{_find_line(error)}"
     try:
-        rows = _exchange_headers(group, (_FAILED, group.calls, group.position, 0, 0), text)
+        rows, _ = _exchange_headers(group, (_FAILED, group.calls, group.position, 0, 0), text)
         _exchange_texts(group, text)
     except RankError:
         return  # the error itself says more
@@ -152,11 +165,13 @@ def _find_line(error: BaseException) -> str:
     return found
 
 
-def _exchange_headers(group: RankGroup, header: tuple[int, ...], what: str) -> list[list[int]]:
+def _exchange_headers(
+    group: RankGroup, header: tuple[int, ...], what: str, data: torch.Tensor | None = None
+) -> tuple[list[list[int]], torch.Tensor | None]:
     try:
-        with _plain_tensors():
+        with _plain_tensors(), torch.no_grad():
             return process_groups.gather_words(
-                header, group.size, group.control, config.now.rank_timeout
+                header, group.size, group.control, config.now.rank_timeout, data
             )
     except RuntimeError as error:
         raise _make_lost_error(group, what, error) from error

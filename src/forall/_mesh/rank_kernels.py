@@ -18,21 +18,38 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-def _send(kind: str, call: Callable, x: Tensor, *rest: Any, rows_differ: bool = False) -> Tensor:
+def _send(
+    kind: str,
+    call: Callable,
+    x: Tensor,
+    *rest: Any,
+    rows_differ: bool = False,
+    combine: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Return ``call`` of the arguments, of which the last two name the group and the place.
 
-    With ``rows_differ`` the ranks may have unlike numbers of rows.
+    With ``rows_differ`` the ranks may have unlike numbers of rows. See `communicate` for
+    ``combine``.
     """
     *given, handle, place = rest
     ranks = find_rank_group(handle)
     shape = ", ".join(map(str, ["_", *x.shape[1:]] if rows_differ else x.shape))
     what = f"{kind} of {str(x.dtype).removeprefix('torch.')}[{shape}]"
     what = f"{what} at {place}" if place else f"{what} for a derivative"
-    return communicate(ranks, what, x, lambda limit: call(x, *given, ranks.group, limit))
+
+    def run(limit: float | None) -> Tensor:
+        return call(x, *given, ranks.group, limit)
+
+    return communicate(ranks, what, x, run, combine)
 
 
 def _sum(x: Tensor, *where: str) -> Tensor:
-    return _send("a sum", process_groups.reduce, x, "sum", *where)
+    combine = None if x.dtype == torch.bool else _sum_rows
+    return _send("a sum", process_groups.reduce, x, "sum", *where, combine=combine)
+
+
+def _sum_rows(rows: Tensor) -> Tensor:
+    return rows.sum(0, dtype=rows.dtype)
 
 
 def _gather(x: Tensor, sizes: Sequence[int], *where: str) -> Tensor:

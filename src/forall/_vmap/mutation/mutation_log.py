@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from forall._compat import exception_safety, symbolic_eye
+from forall._compat import exception_safety, symbolic_diagonal
 from forall._compat.dispatch_state import below_autograd, functions_off
 from forall._compat.documented_error import documented_error
 from forall._compat.storage import get_storage_id
@@ -80,7 +80,7 @@ exception_safety.PUT_BACK.append(lambda *_: write_counts.named.clear())
 def count_write(target: Any) -> None:
     """Count a write and remember its target, for code that later asks what was written."""
     write_counts.times += 1
-    symbolic_eye.invalidate_marks()
+    symbolic_diagonal.invalidate_marks()
     family = target.family if type(target) is BatchedTensor else None
     if family is not None:
         family.times += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from forall._compat.symbolic_eye import is_identity
+from forall._compat.symbolic_diagonal import Diagonal, find_diagonal
 from forall._core.axes import unfold_axis
 from forall._vmap.registry import (
     DIRECT,
@@ -63,7 +63,7 @@ def _is_foldable(x: Tensor, w: Tensor) -> bool:
     """True if it is fastest to multiply x (N, K) once with all columns of w (B, K, M)."""
     if x.layout is not torch.strided:
         return True  # it has no expanded form
-    if w.shape[2] == 1 and is_identity(w):
+    if w.shape[2] == 1 and find_diagonal(w) is not None:
         return True
     if w.is_cpu and min(x.shape[0], w.shape[2]) >= _OWN:
         return False
@@ -93,23 +93,38 @@ def _multiply(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
         return (aten.mm if x.dim() == 2 else aten.bmm).dtype(x, w, dtype)
     if x.dim() != 2:  # torch.bmm takes half the time of its operator
         return torch.bmm(x, w)
-    fits = x.shape[1] == w.shape[0] and x.dtype == w.dtype
-    if fits and _is_square(x) and _is_copy_exact(w) and is_identity(x):
-        return _copy_by_row(w)
-    if fits and _is_square(w) and _is_copy_exact(x) and is_identity(w):
-        return _copy_by_row(x)
+    if x.dtype == w.dtype and x.shape[1] == w.shape[0]:
+        known = find_diagonal(x) if _is_copy_exact(w) else None
+        if known is not None and x.shape == known.shape:
+            return _scale_rows(known, w)
+        known = find_diagonal(w) if _is_copy_exact(x) else None
+        if known is not None and w.shape == known.shape[::-1]:
+            return _scale_columns(x, known)
     return torch.mm(x, w)
-
-
-def _is_square(x: Tensor) -> bool:
-    """True if x is square for certain. A symbolic size is not compared: that would add a guard."""
-    rows, columns = x.shape
-    return type(rows) is int and type(columns) is int and rows == columns
 
 
 def _is_copy_exact(x: Tensor) -> bool:
     """True if the product of x with an identity matrix is a plain copy of x."""
     return x.layout is torch.strided and not x.is_neg()
+
+
+def _scale_rows(known: Diagonal, w: Tensor) -> Tensor:
+    """Return the product of a diagonal matrix and another, in new memory, row-major as it is."""
+    rows = w if known.shape[0] == known.size else w[known.start : known.stop]
+    if known.entries is None:
+        return _copy_by_row(rows)
+    return _make_row_major(rows * known.entries[known.start : known.stop].unsqueeze(1))
+
+
+def _scale_columns(x: Tensor, known: Diagonal) -> Tensor:
+    columns = x if known.shape[0] == known.size else x[:, known.start : known.stop]
+    if known.entries is None:
+        return _copy_by_row(columns)
+    return _make_row_major(columns * known.entries[known.start : known.stop])
+
+
+def _make_row_major(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else _copy_by_row(x)
 
 
 def _copy_by_row(x: Tensor) -> Tensor:
