@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import combinations
 from unittest import mock
 
 import pytest
@@ -47,6 +48,11 @@ def curved(f):
     return lambda x, t: jvp(grad(f), (x,), (t,))[1]
 
 
+def clipped(w: Tensor, x: Tensor) -> Tensor:
+    g = grad(loss)(w, x)
+    return g / g.square().sum().sqrt().clamp(min=1)
+
+
 POINT, POINTS = given_of(16), given_of(64, 16)
 CASES = {
     "jacfwd": (jacfwd(network), (POINT,)),
@@ -62,6 +68,14 @@ CASES = {
     "laplacian of each": (vmap(laplacian), (POINTS,)),
     "third derivatives": (vmap(jacfwd(hessian(energy))), (POINTS[:9],)),
     "per-example gradients": (vmap(grad(loss), (None, 0)), (W1, POINTS)),
+    "clipped gradients": (
+        lambda w, xs: vmap(clipped, (None, 0))(w, xs).sum(0),
+        (W1, POINTS),
+    ),
+    "norms of gradients": (
+        lambda w, xs: vmap(grad(loss), (None, 0))(w, xs).square().sum((1, 2)).sqrt(),
+        (W1, POINTS),
+    ),
     "product with a hessian": (vmap(curved(energy)), (POINTS, POINTS.flip(0))),
     "scaled": (
         lambda s, v, w: (s.unsqueeze(-1) * v) @ w.T,
@@ -90,6 +104,27 @@ CASES = {
     ),
     "a sum of all": (lambda x, y: (x * y * 2).sum(), (given_of(50, 6), given_of(50, 6))),
     "a sum over batches": (lambda x, y: (x * y).sum(-1), (given_of(5, 400), given_of(5, 400))),
+    "a product that is summed twice": (
+        lambda x, y: (z := x[:, :, None] * y[:, None]).sum(0) * z.sum() + z.sum(1)[0],
+        (given_of(50, 6), given_of(50, 7)),
+    ),
+    "a sum of squares": (
+        lambda x, y: (x[:, :, None] * y[:, None]).pow(2).sum((1, 2)),
+        (given_of(50, 6), given_of(50, 7)),
+    ),
+    "a sum of squares, dims kept": (
+        lambda x, y: (x[:, :, None] * y[:, None]).square().sum((1, -1), keepdim=True),
+        (given_of(50, 6), given_of(50, 7)),
+    ),
+    "a sum of complex squares": (
+        lambda x, y: (x[:, :, None] * y[:, None]).square().sum((1, 2)),
+        (given_of(50, 6) + 1j, given_of(50, 7) + 0j),
+    ),
+    "a sum of all squares": (
+        lambda x, y: (x[:, None] * y).square().sum(),
+        (given_of(50), given_of(70)),
+    ),
+    "squares of one": (lambda x: (x * x.square()).sum(0), (given_of(5, 4),)),
     "a sum of one": (lambda x: (x * 3).sum(1), (given_of(5, 4),)),
     "a sum of a number": (lambda x: (x * 3).sum(), (given_of(),)),
     "a bias": (lambda x, w, b: x @ w + b, (given_of(5, 6), given_of(6, 7), given_of(7))),
@@ -128,6 +163,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name):
     f, args = CASES[name]
+    f(*args)  # the first call may be another than those that follow
     fast = jit(f, fastmath=True)
     for scale in (1, 1, -2):
         args = tuple(a * scale for a in args)
@@ -186,6 +222,13 @@ def test_products_that_are_summed_are_a_product_of_matrices():
     fast = jit(CASES["a sum of products"][0], fastmath=True)
     fast(given_of(50, 6), given_of(50, 7))
     assert "50, 6, 7" not in shapes(fast)
+
+
+@pytest.mark.parametrize("name", ["clipped gradients", "norms of gradients"])
+def test_clipped_gradients_are_not_made_for_each_example(name):
+    fast = jit(CASES[name][0], fastmath=True)
+    fast(W1, POINTS)
+    assert "64, 32, 16" not in shapes(fast)
 
 
 @pytest.mark.parametrize("name", ["a sum of all", "a sum over batches"])
@@ -311,6 +354,51 @@ def test_random_products_in_random_orders(left, right, first, second, batches, s
             assert difference(ours, truth) is None
             assert ours.stride() == truth.stride()
     assert fast.cache_info().hits == 1
+
+
+LETTERS = {"b": 4, "i": 3, "j": 2, "k": 5}
+factor = st.tuples(
+    st.sampled_from(["".join(c) for n in (1, 2, 3) for c in combinations(LETTERS, n)]),
+    st.sampled_from(["mul", "square", "div", "slope", "neg", "number"]),
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(factor, min_size=1, max_size=4),
+    st.lists(st.sampled_from([*LETTERS]), min_size=1, max_size=4, unique=True),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_random_sums_of_products(factors, summed, keepdim, seed):
+    """A product of factors with some of four dims each, which is summed several times."""
+    given = [
+        given_of(*(n if c in dims else 1 for c, n in LETTERS.items()), seed=i)
+        for i, (dims, _) in enumerate(factors)
+    ]
+
+    def f(*given):
+        z = given[0]
+        for x, (_, step) in zip(given, factors, strict=True):
+            if step == "square":
+                z = (z * x).square()
+            elif step == "div":
+                z = z / (2 + x.square())
+            elif step == "slope":
+                z = torch.ops.aten.tanh_backward(*torch.broadcast_tensors(z, x))
+            else:
+                z = z * (-x if step == "neg" else x / 3 if step == "number" else x)
+        over = [[*LETTERS].index(c) for c in summed]
+        return z.sum(over, keepdim=keepdim), z.square().sum(0), z.sum(-1)
+
+    truth = f(*given)
+    costs = random.Random(seed)
+    with mock.patch.multiple(matmul_order, _GAIN=1e9, _estimate_cost=lambda *_: costs.random()):
+        fast = jit(f, fastmath=True)
+        for _ in range(2):
+            for one, want in zip(fast(*given), truth, strict=True):
+                torch.testing.assert_close(one, want, rtol=1e-4, atol=1e-4)
+                assert one.stride() == want.stride()
 
 
 @pytest.mark.sweep(2)

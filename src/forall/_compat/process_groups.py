@@ -118,10 +118,10 @@ def gather_words(
     """Return a row of integers from each rank, and a row of data if this rank has any.
 
     The message has the same length whatever a rank sends, so that ranks with other data, or with
-    none, are understood too. Data must fit, see `has_room_for`.
+    none, are understood too. Data must fit, see `can_attach`.
     """
     start = -(-8 * len(words) // _ALIGNED) * _ALIGNED
-    mine = torch.empty(start + _get_room(size), dtype=torch.uint8, device="cpu")
+    mine = torch.empty(start + _get_capacity(size), dtype=torch.uint8, device="cpu")
     mine[: 8 * len(words)].view(torch.int64).copy_(torch.tensor([*words], device="cpu"))
     stop = start if data is None else start + data.nbytes
     if data is not None:
@@ -134,14 +134,14 @@ def gather_words(
     return rows, out[:, start:stop].contiguous().view(data.dtype).view(size, *data.shape)
 
 
-def has_room_for(data: torch.Tensor, size: int) -> bool:
+def can_attach(data: torch.Tensor, size: int) -> bool:
     """Return True if `gather_words` can send data with the words of so many ranks."""
     is_plain = data.is_cpu and data.layout is torch.strided and not data.is_neg()
-    return is_plain and not data.is_conj() and 0 < data.nbytes <= _get_room(size)
+    return is_plain and not data.is_conj() and 0 < data.nbytes <= _get_capacity(size)
 
 
-def _get_room(size: int) -> int:
-    """Return how many bytes of data have room beside the words of so many ranks."""
+def _get_capacity(size: int) -> int:
+    """Return how many bytes of data fit beside the words of so many ranks."""
     return _MOST_BYTES if size <= _MOST_RANKS else 0
 
 

@@ -57,7 +57,7 @@ def communicate(
         _check_same_message(entry, what, sent)
         return entry.result.clone()
     is_agreed = config.now.agree == "each"
-    if is_agreed and combine is not None and process_groups.has_room_for(x, group.size):
+    if is_agreed and combine is not None and process_groups.can_attach(x, group.size):
         _, rows = _agree(group, what, data=x)
         with _plain_tensors(), torch.no_grad():
             result = combine(rows)

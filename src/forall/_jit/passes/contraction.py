@@ -44,6 +44,7 @@ _SLOPES = {
 }
 # Operators that compute the product with their slope at 1, so that product has the same bits.
 SLOPE_AT_ONE = {aten.tanh_backward.default}
+_POWER = aten.pow.Tensor_Scalar
 _COPIES = {
     aten.clone.default: 1,
     aten.contiguous.default: 1,
@@ -61,10 +62,17 @@ class Factor(NamedTuple):
 
 
 class Contraction:
-    """One product of matrices or sum as a contraction of factors, and the operators it replaces."""
+    """One product of matrices or sum as a contraction of factors, and the operators it replaces.
 
-    def __init__(self, program: Program, node: OpNode, makers: DefUseMap) -> None:
-        self.program, self.makers = program, makers
+    ``nodes`` are these operators. With ``through_shared`` the factors of an outer product are taken
+    in its place although others read it too: then it is among the ``kept``. A square is a product.
+    """
+
+    def __init__(
+        self, program: Program, node: OpNode, makers: DefUseMap, *, through_shared: bool = False
+    ) -> None:
+        self.program, self.makers, self.through_shared = program, makers, through_shared
+        self.kept: list[OpNode] = []
         self.sizes: list[int] = []
         self.parts: dict[int, list[int]] = {}
         self.factors: list[Factor] = []
@@ -113,11 +121,36 @@ class Contraction:
             return self._add_factors(node.args[0].n, dims[:: _COPIES[node.op]], alone=alone)
         elif node is not None and alone and self._add_multiplication(node, dims):
             return None
+        elif node is not None and self.through_shared and self._is_outer_product(node):
+            self.kept.append(node)
+            for x in node.args:
+                self._add_factors(x.n, self._find_operand_dims(x, dims), alone=False)
+            return None
         self.factors.append(Factor(Ref(n), dims))
         return None
 
+    def _is_outer_product(self, node: OpNode) -> bool:
+        """Return True for a pointwise product that has at least twice the entries of its factors.
+
+        Then it takes less time to read the factors.
+        """
+        if node.op is not aten.mul.Tensor or node.kwargs or not self._is_uniform(node):
+            return False
+        values = self.program.values
+        given = [prod(values[n].layout.shape) for n in node.reads()]
+        both = all(type(x) is Ref for x in node.args)
+        return both and prod(values[node.outs].layout.shape) >= 2 * max(given)
+
     def _add_multiplication(self, node: OpNode, dims: Dims) -> bool:
         """Add the factors of a pointwise multiplication; return False for another operator."""
+        if self.through_shared and node.op is _POWER and not node.kwargs and node.args[1] == 2:
+            x = node.args[0]
+            if type(x) is not Ref or not self._is_uniform(node):
+                return False
+            self.nodes.append(node)
+            for _ in range(2):
+                self._add_factors(x.n, self._find_operand_dims(x, dims), alone=False)
+            return True
         if node.kwargs or not (node.op is aten.mul.Tensor or node.op in _SLOPES):
             return node.op is aten.neg.default and self._add_negation(node, dims)
         x, y, *rest = node.args

@@ -62,15 +62,15 @@ def reorder_products(program: Program, back: list[OpNode], *, fastmath: bool) ->
     for node in reversed(program.nodes):  # an earlier product may be a factor of this one
         if not _is_contraction(program, node) or (node.op in SUMS and not fastmath):
             continue
-        product = Contraction(program, node, makers)
-        if len(product.nodes) == 1 or len(product.factors) > _MOST:
+        product = Contraction(program, node, makers, through_shared=node.op in SUMS)
+        if len(product.nodes) + len(product.kept) == 1 or len(product.factors) > _MOST:
             continue
         if len({id(n) in second for n in product.nodes}) > 1 or _is_written(
             program, product, written
         ):
             continue
         found = (
-            _find_cheapest_order(program, product)
+            _find_cheapest_order(program, product) or ProductBuilder.try_sums(program, product)
             if fastmath
             else _find_same_bits_order(program, product, makers)
         )
@@ -101,7 +101,8 @@ def _is_written(program: Program, product: Contraction, written: set[int]) -> bo
     """True if an operator writes into a factor, or into a value that would not be made any more."""
     values = program.values
     here = {values[f.value.n].root for f in product.factors if _is_tensor(f)}
-    here |= {values[n].root for node in product.nodes[1:] for n in (*node.reads(), *node.makes())}
+    inside = (*product.nodes[1:], *product.kept)
+    here |= {values[n].root for node in inside for n in (*node.reads(), *node.makes())}
     return not here.isdisjoint(written)
 
 
@@ -144,6 +145,35 @@ def _split_factors(product: Contraction) -> Iterator[Halves]:
             loose
         )
         yield halves
+
+
+def _split_by_summed(product: Contraction) -> list[list[Factor]]:
+    """Return groups of factors of which no two share an index that is summed over.
+
+    Factors without such an index join the smallest group that has all of their indices.
+    """
+    groups: list[tuple[set[int], list[Factor]]] = []
+    loose: list[Factor] = []
+    for f in product.factors:
+        mine = _collect_atoms([f]) & {*product.summed}
+        if not mine:
+            loose.append(f)
+            continue
+        joined, factors = mine, [f]
+        rest = []
+        for atoms, others in groups:
+            if atoms & joined:
+                joined, factors = joined | atoms, others + factors
+            else:
+                rest.append((atoms, others))
+        groups = [*rest, (joined, factors)]
+    found = [factors for _, factors in groups]
+    for f in loose:
+        fitting = [g for g in found if _collect_atoms([f]) <= _collect_atoms(g)]
+        if not fitting:
+            return []
+        min(fitting, key=lambda g: prod(product.sizes[a] for a in _collect_atoms(g))).append(f)
+    return found if all(map(_has_first_factor, found)) else []
 
 
 def _collect_atoms(factors: Iterable[Factor]) -> set[int]:
@@ -231,8 +261,27 @@ class ProductBuilder:
         made = cls(program, product, device, slopes=slopes)
         with without_history(), torch.no_grad():
             fits = made.contract(*halves, program.values[product.nodes[0].outs].layout)
+        return made if fits and made.is_cheaper_than(program, product) else None
+
+    @classmethod
+    def try_sums(cls, program: Program, product: Contraction) -> ProductBuilder | None:
+        """Return a sum as the product of sums over some factors each; None if that costs more.
+
+        Factors that share no index which is summed over are summed apart.
+        """
+        apart = _split_by_summed(product)
+        if not product.is_sum or len(apart) < 2:
+            return None
+        if not {*product.out, *product.summed} <= _collect_atoms(product.factors):
+            return None
+        made = cls(program, product, "meta", slopes=False)
+        with without_history(), torch.no_grad():
+            fits = made.multiply_sums(apart, program.values[product.nodes[0].outs].layout)
+        return made if fits and made.is_cheaper_than(program, product) else None
+
+    def is_cheaper_than(self, program: Program, product: Contraction) -> bool:
         before = sum(_estimate_cost(program.values, node) for node in product.nodes)
-        return made if fits and made.total_cost() < _GAIN * before else None
+        return self.total_cost() < _GAIN * before
 
     def total_cost(self) -> float:
         return sum(_estimate_cost(self.all, node) for node in self.nodes)
@@ -274,6 +323,27 @@ class ProductBuilder:
         order = both + rows + columns
         n = self._reshape_to(n, [self.product.sizes[a] for a in order])
         n = self._permute_dims(n, [order.index(a) for a in out])
+        return self._finish(n, wanted)
+
+    def multiply_sums(self, groups: Sequence[Sequence[Factor]], wanted: Layout) -> bool:
+        """Append a product of sums, one of each group; return False if its layout is another."""
+        k, out, sizes = self.product.summed, self.product.out, self.product.sizes
+        sums = []
+        for factors in groups:
+            mine = _collect_atoms(factors)
+            here, over = [a for a in out if a in mine], [a for a in k if a in mine]
+            n = self._multiply_factors(factors, here + over)
+            if over:
+                dims = [*range(len(here), len(here) + len(over))]
+                n = self.add_node(aten.sum.dim_IntList, Ref(n), dims)
+            sums.append(self._reshape_to(n, [sizes[a] if a in mine else 1 for a in out]))
+        n = sums[0]
+        for other in sums[1:]:
+            n = self.add_node(aten.mul.Tensor, Ref(n), Ref(other))
+        return self._finish(n, wanted)
+
+    def _finish(self, n: int, wanted: Layout) -> bool:
+        """Give the result its shape; return False if its layout is not the wanted one."""
         self.result = self._reshape_to(n, wanted.shape)
         found = self.all[self.result]
         return found.layout._replace(offset=0) == wanted._replace(offset=0) and not wanted.offset
@@ -281,21 +351,28 @@ class ProductBuilder:
     def _build_half(self, factors: Sequence[Factor], both: list, free: list, k: list) -> int:
         """Append the product of a half's factors, of shape (rows, k) or (batch, rows, k)."""
         sizes = self.product.sizes
-        size = {id(f): prod(sizes[a] for a in _collect_atoms([f])) for f in factors}
-        ordered = sorted(factors, key=lambda f: (not _can_be_first(f), size[id(f)]))
-        ordered = ordered[:1] + sorted(ordered[1:], key=lambda f: size[id(f)])
-        inner = self._sums_innermost(max(filter(_is_tensor, factors), key=lambda f: size[id(f)]), k)
-        order = both + (free + k if inner else k + free)
-        n = self._arrange_dims(ordered[0], order)
-        for f in ordered[1:]:
-            y = Ref(self._arrange_dims(f, order)) if f.dims else f.value
-            n = self._multiply_by(n, f, y)
+        largest = max(filter(_is_tensor, factors), key=self._count_entries)
+        inner = self._sums_innermost(largest, k)
+        n = self._multiply_factors(factors, both + (free + k if inner else k + free))
         rows, deep = (prod(sizes[a] for a in atoms) for atoms in (free, k))
         batch = [prod(sizes[a] for a in both)] if both else []
         if inner:
             return self._reshape_to(n, [*batch, rows, deep])
         n = self._reshape_to(n, [*batch, deep, rows])
         return self.add_node(aten.transpose.int, Ref(n), -2, -1)
+
+    def _count_entries(self, f: Factor) -> int:
+        return prod(self.product.sizes[a] for a in _collect_atoms([f]))
+
+    def _multiply_factors(self, factors: Sequence[Factor], order: Sequence[int]) -> int:
+        """Append the product of factors, with a dim for each index in ``order``."""
+        ordered = sorted(factors, key=lambda f: (not _can_be_first(f), self._count_entries(f)))
+        ordered = ordered[:1] + sorted(ordered[1:], key=self._count_entries)
+        n = self._arrange_dims(ordered[0], order)
+        for f in ordered[1:]:
+            y = Ref(self._arrange_dims(f, order)) if f.dims else f.value
+            n = self._multiply_by(n, f, y)
+        return n
 
     def _multiply_by(self, n: int, f: Factor, y: Any) -> int:
         if not (self.slopes and f.op in SLOPE_AT_ONE):
