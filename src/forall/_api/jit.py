@@ -69,9 +69,9 @@ def jit(
     them in one operator. ``(s[:, None] * v) @ w.T`` for a thousand ``s`` becomes one product of all
     ``s`` with a matrix made of ``v`` and ``w``: half the time of ``vmap(hessian(f))`` of a small
     perceptron at 4096 points. A sum or a norm of outer products is computed from their factors, as
-    of clipped per-example gradients of linear layers. Results are equal to rounding; where something in between is too
-    large or too small for its dtype, infs and nans may come in, or go, as with other programs for
-    the same numbers. Shapes and layouts stay.
+    of clipped per-example gradients of linear layers. Results are equal to rounding; where
+    something in between is too large or too small for its dtype, infs and nans may come in, or go,
+    as with other programs for the same numbers. Shapes and layouts stay.
 
     To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does; a miss ran
     ``func``. ``jitted.kinds()`` lists the kinds that are kept, and ``print(*jitted.kinds())`` shows
