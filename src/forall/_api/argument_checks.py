@@ -155,8 +155,10 @@ def check_mesh(verb: str, mesh: Any, randomness: Any = None) -> None:
 
 
 def check_chunk_size(verb: str, size: Any) -> None:
+    if size is None:
+        return
     automatic = size == "auto" or isinstance(size, Chunks)
-    if size is None or automatic or (isinstance(size, int) and size > 0):
+    if automatic or (isinstance(size, int) and size > 0):
         return
     raise documented_error(ValueError, "chunk-size")(
         f"{verb}(chunk_size={format_short(size)}): a chunk holds at least one example.\n"

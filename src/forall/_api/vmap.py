@@ -165,8 +165,9 @@ def vmap(
     argument_checks.check_chunk_size("vmap", chunk_size)
     argument_checks.check_divergence("vmap", divergence)
     argument_checks.check_max_steps("vmap", max_steps)
-    argument_checks.check_axis("vmap", axis_name, axis_size)
-    argument_checks.check_mesh("vmap", mesh, randomness)
+    if axis_name is not None or axis_size is not None or mesh is not None:
+        argument_checks.check_axis("vmap", axis_name, axis_size)
+        argument_checks.check_mesh("vmap", mesh, randomness)
 
     options = VmapOptions(divergence, ragged, max_steps, None)
 
