@@ -1,9 +1,10 @@
-"""Four programs over several processes, each compared with one process that has all the data.
+"""Five programs over several processes, each compared with one process that has all the data.
 
     torchrun --nproc-per-node 2 examples/many_processes.py
 
-Each program is a function of one example, or of one member of an ensemble. It is mapped over this
-rank's examples, with the mesh. Without a mesh, the same function runs on all examples at once.
+Each program but one is a function of one example, or of one member of an ensemble. It is mapped
+over this rank's examples, with the mesh. Without a mesh, the same function runs on all examples at
+once. The other one is a Jacobian, of which each rank computes rows. The first rank shows a bar.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from forall import all_gather, axis_index, grad, pmean, psum, random, vmap
+from forall import Chunks, all_gather, axis_index, grad, jacrev, pmean, psum, random, vmap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,10 +123,17 @@ def main() -> None:
         mine = {name: share(p) for name, p in members.items()}
         return vmap(train_member, (0, None, None), axis_name="members", mesh=mesh)(mine, xs, ys)
 
+    def run_jacobian(mesh: DeviceMesh | None, _share: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return d prediction / d weight, rows in chunks of 4; each rank has its own predictions."""
+        rows = Chunks(4, progress=mesh is not None and mesh.get_local_rank() == 0)
+        jacobians = jacrev(predict, mesh=mesh, chunk_size=rows)(params, xs)
+        return torch.cat([j.flatten(2) for j in jacobians.values()], 2)
+
     compare("clipped gradients with noise", run_private, mesh, is_same=True)
     compare("batch normalization", run_norm, mesh)
     compare("contrastive loss", run_contrast, mesh)
     compare("ensemble", run_ensemble, mesh)
+    compare("Jacobian of a network", run_jacobian, mesh)
     dist.destroy_process_group()
 
 

@@ -19,4 +19,5 @@ def test_the_example_is_equal_on_two_processes():
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal on 2 processes") == 4
+    assert done.stdout.count("equal on 2 processes") == 5
+    assert done.stderr.count("18/18") == 1  # the bar of the first rank
