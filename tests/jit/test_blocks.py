@@ -37,11 +37,19 @@ BINARY = [
     torch.hypot,
     lambda a, b: a.abs() ** b,
     lambda a, b: torch.where(a > b, a, b),
-    lambda a, b: torch.lerp(a, b, 0.3),
+    lambda a, b: torch.lerp(a, b.to(a.dtype), 0.3),
+    lambda a, b: torch.add(a, b, alpha=2),
     lambda a, b: torch.addcmul(a, b, b, value=0.5),
     lambda a, b: a.to(torch.float64) * b,
     lambda a, b: (a < b) * a,
 ]
+
+
+def list_inner(a):
+    """All dims but the first."""
+    return tuple(range(1, a.dim()))
+
+
 # Between groups: what reads them whole, changes their shape, or writes into memory.
 OTHERS = [
     lambda a: a - a.mean(),
@@ -52,8 +60,13 @@ OTHERS = [
     lambda a: a.clone().mul_(2),
     lambda a: torch.cat([a[:1] * 2, a[1:]]),
     lambda a: a.cumsum(0).tanh(),
+    lambda a: a + a.square().sum(list_inner(a), keepdim=True) if a.dim() > 1 else a,
+    lambda a: a / (a * 2).sum(list_inner(a)).view(-1, *[1] * (a.dim() - 1)) if a.dim() > 1 else a,
+    lambda a: a * (a * 3).sum(0, keepdim=True),
+    lambda a: a + a.exp().sum(-a.dim()),
 ]
 SHAPES = [(80, 64), (77, 64), (1, 5003), (3, 2000), (100, 7, 8), (4100,), (256, 20), (5, 1100)]
+SHAPES += [(8, 512), (4, 8, 128), (2, 256, 9)]
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +160,7 @@ def test_it_is_done(shape, pieces):
     jitted = jit(long)
     jitted(x, b)
     assert bits(jitted(x, b)).equal(bits(long(x, b)))
-    cut = shape not in ((3, 2000), (5, 1100))  # a row is more than a block
+    cut = shape not in ((3, 2000), (5, 1100), (2, 256, 9))  # a row is more than a block
     assert len(pieces) == cut
 
 
@@ -238,3 +251,46 @@ def test_what_is_in_the_caches_is_not_cut(least, pieces, monkeypatch):
     monkeypatch.setattr(tiling, least, 1 << 20)
     jit(long)(torch.randn(64, 64), torch.randn(64))
     assert not pieces
+
+
+# --- sums ----------------------------------------------------------------------------------------
+
+
+def norms(x, y):
+    z = x[:, :, None] * y[:, None]
+    return z.square().sum((1, 2)), z
+
+
+def scaled_sums(x, y):
+    z = x[:, :, None] * y[:, None]
+    return (z / (1 + y.sum(1)[:, None, None])).sum(0), z.exp().sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shapes", [((40, 5), (40, 64)), ((8, 64), (8, 2)), ((3, 7), (3, 129))])
+@pytest.mark.parametrize("f", [norms, scaled_sums])
+def test_sums_of_rows_and_of_columns(f, shapes, dtype):
+    run = jit(f)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        given = [torch.rand(shape, dtype=torch.double).to(dtype) for shape in shapes]
+        for found, expected in zip(run(*given), f(*given), strict=True):
+            assert found.stride() == expected.stride()
+            assert bits(found).equal(bits(expected))
+
+
+@pytest.mark.parametrize("f", [norms, scaled_sums])
+def test_what_is_summed_is_cut_too(f, pieces):
+    jit(f)(torch.rand(16, 32), torch.rand(16, 8))
+    assert any("sum" in node.op.run.source for node in pieces)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_sums_with_several_threads(threads):
+    torch.set_num_threads(threads)
+    given = torch.rand(30, 64), torch.rand(30, 64)
+    for f in (norms, scaled_sums):
+        run = jit(f)
+        for _ in range(3):
+            for found, expected in zip(run(*given), f(*given), strict=True):
+                assert bits(found).equal(bits(expected))

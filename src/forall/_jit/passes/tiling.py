@@ -1,4 +1,7 @@
-"""Loop tiling: pointwise operators on tensors larger than the caches run a block at a time.
+"""Loop tiling: operators on tensors larger than the caches run a block at a time.
+
+They are pointwise operators, and sums of their results: those over all dims but the first, which
+is split then, or those over the first, if the second is split.
 
 Run one after the other, each operator reads from main memory what the one before wrote there. A
 block stays in the caches until all operators have run, and only what is read later is kept. On one
@@ -41,7 +44,9 @@ _BLOCK_ENTRIES = 1 << 16  # entries of a block, for each thread
 _LARGE, _WORTH = 1 << 22, 1 << 25
 _VECTORS = 128  # entries that a kernel takes at a time at most
 _OUT_OF_PLACE = {there: new for new, there in IN_PLACE.items()}
+_WITH_OUT = {op: getattr(torch.ops.aten, op._opname).out for op in IN_PLACE}
 _CPU = torch.device("cpu")
+_SUMS = frozenset({torch.ops.aten.sum.dim_IntList})
 
 
 def tile_pointwise(
@@ -55,7 +60,9 @@ def tile_pointwise(
         made = [n for node in group for n in node.makes()]
         wanted = [n for n in made if n in read]
         cut = None
-        if shape is not None and (len(made) - len(wanted)) * prod(shape) >= _WORTH:
+        # What is summed is not read from main memory, and no result of its size is put together.
+        spared = len(made) - len(wanted) + sum(node.op in _SUMS for node in group)
+        if shape is not None and spared * prod(shape) >= _WORTH:
             cut = _choose_tiling(program, shape, group)
         read.update(n for node in group for n in node.reads())
         parts.append(
@@ -69,8 +76,9 @@ def _group_operators(
 ) -> list[tuple[Shape | None, list[OpNode]]]:
     """Return the operators in groups that may run together, each with its shape.
 
-    A group is pointwise operators of one shape, or another operator alone, with None. A group is
-    open until an operator outside reads what the group makes, or writes where the group reads.
+    A group is pointwise operators of one shape with sums of their results, or another operator
+    alone, with None. A group is open until an operator outside reads what the group makes, or
+    writes where the group reads.
     """
     roots = [v.root for v in program.values]
     waiting: dict[Shape, _OpGroup] = {}
@@ -78,12 +86,13 @@ def _group_operators(
     for node in nodes:
         shape = _find_tiled_shape(program, node)
         for other, group in [*waiting.items()]:
-            if other != shape and group.conflicts_with(node):
+            alike = other == shape
+            if group.splits_otherwise(program, node) if alike else group.conflicts_with(node):
                 found.append((other, waiting.pop(other).nodes))
         if shape is None:
             found.append((None, [node]))
         else:
-            waiting.setdefault(shape, _OpGroup(roots)).add(node)
+            waiting.setdefault(shape, _OpGroup(roots)).add(program, node)
     return [*found, *((shape, group.nodes) for shape, group in waiting.items())]
 
 
@@ -95,8 +104,15 @@ class _OpGroup:
         self.nodes: list[OpNode] = []
         self.made: set[int] = set()
         self.read: set[int] = set()
+        self.dim: int | None = None
 
-    def add(self, node: OpNode) -> None:
+    def splits_otherwise(self, program: Program, node: OpNode) -> bool:
+        """Return True for a sum that needs another dim to be split than those of the group."""
+        dim = _find_split_dim(program, node)
+        return None not in (dim, self.dim) and dim != self.dim
+
+    def add(self, program: Program, node: OpNode) -> None:
+        self.dim = _find_split_dim(program, node) if self.dim is None else self.dim
         self.nodes.append(node)
         self.made.update(self.roots[n] for n in (*node.makes(), *node.writes()))
         self.read.update(self.roots[n] for n in node.reads())
@@ -108,9 +124,14 @@ class _OpGroup:
 
 
 def _find_tiled_shape(program: Program, node: OpNode) -> Shape | None:
-    """The shape of a pointwise operator's result that is large and contiguous, else None."""
+    """The shape of a pointwise operator's result that is large and contiguous, else None.
+
+    Of a sum that blocks have for themselves it is the shape of what is summed.
+    """
     if isinstance(node, FusedNode) or not isinstance(node.outs, int) or node.outs in node.reads():
         return None  # the last condition: an in-place operator of the user's
+    if node.op in _SUMS:
+        return _find_summed_shape(program, node)
     fact = get_facts(_OUT_OF_PLACE.get(node.op, node.op))
     value = program.values[node.outs]
     layout = value.layout
@@ -121,6 +142,27 @@ def _find_tiled_shape(program: Program, node: OpNode) -> Shape | None:
     given = [program.values[n] for n in node.reads()]
     plain = not any(v.zeros or v.layout.device != _CPU for v in (value, *given))
     return layout.shape if plain and layout.is_dense else None
+
+
+def _find_summed_shape(program: Program, node: OpNode) -> Shape | None:
+    (x,) = node.reads()
+    value, out = program.values[x], program.values[node.outs]
+    layout = value.layout
+    if prod(layout.shape) < _LARGE or node.kwargs or _find_split_dim(program, node) is None:
+        return None
+    plain = layout.is_dense and layout.device == _CPU and not value.zeros
+    return layout.shape if plain and layout.dtype == out.layout.dtype else None
+
+
+def _find_split_dim(program: Program, node: OpNode) -> int | None:
+    """Return the dim to split for a sum whose blocks are each summed by themselves, else None."""
+    if node.op not in _SUMS or not node.args[1]:
+        return None
+    shape = program.values[next(node.reads())].layout.shape
+    summed, rank = {d % len(shape) for d in node.args[1]}, len(shape)
+    if rank > 1 and summed == {*range(1, rank)}:
+        return 0 if shape[0] > 1 else None
+    return 1 if rank > 1 and summed == {0} else None
 
 
 class _Tiling:
@@ -139,6 +181,10 @@ class _Tiling:
             return t.view(-1).split(self.size)
         return t.split(self.size, self.dim - len(self.shape))
 
+    def split_result(self, t: Tensor) -> Sequence[Tensor]:
+        """Split a result: of the shape of the tiling, or a sum of each row or column."""
+        return self(t) if t.shape == self.shape or self.dim else t.split(self.size)
+
 
 def _choose_tiling(program: Program, shape: Shape, group: list[OpNode]) -> _Tiling | None:
     """The way to split a group's values, None where blocks would not keep each bit."""
@@ -146,14 +192,33 @@ def _choose_tiling(program: Program, shape: Shape, group: list[OpNode]) -> _Tili
     whole = _VECTORS * threads
     if threads > 1 and prod(shape) % whole:
         return None
+    dims = {_find_split_dim(program, node) for node in group} - {None}
+    if dims == {1}:
+        return _choose_columns(shape, threads)
     given = [program.values[n].layout for n in _list_inputs(group)]
     flat = all(v.shape in ((), (1,)) or (v.shape == shape and v.is_dense) for v in given)
+    flat = flat and not dims  # what is summed stays whole
     dim = next(i for i, size in enumerate(shape) if size > 1)
     row = 1 if flat else prod(shape[dim + 1 :])
     step = whole // gcd(whole, row)  # rows that fill whole vectors
     size = _BLOCK_ENTRIES * threads // row // step * step
     rows = prod(shape) // row
+    if dims and size < 2:
+        return None  # threads share the sum of a single row
     return _Tiling(shape, dim, size, flat=flat) if 0 < size < rows else None
+
+
+def _choose_columns(shape: Shape, threads: int) -> _Tiling | None:
+    """Split the second dim: a sum over the first adds whole vectors of columns.
+
+    Threads share columns otherwise for a block than for the whole.
+    """
+    column = prod(shape[2:])
+    step = _VECTORS // gcd(_VECTORS, column)
+    size = max(_BLOCK_ENTRIES // (shape[0] * column) // step, 1) * step
+    fits = size * column * shape[0] <= 4 * _BLOCK_ENTRIES
+    is_whole = threads == 1 and column * shape[1] % _VECTORS == 0
+    return _Tiling(shape, 1, size, flat=False) if fits and is_whole and size < shape[1] else None
 
 
 def _list_inputs(group: list[OpNode]) -> list[int]:
@@ -168,11 +233,14 @@ def _make_tiled_node(
     first = {n for n in read if cut.is_split(program.values[n].layout)}
     given = sorted(read, key=lambda n: n not in first)
     own = [_make_out_of_place(node, read) for node in group]
-    part = Subgraph(program, own, given, wanted)
-    run = TiledSubgraph(
-        compile_part(part), cut, len(first), [program.values[n].layout for n in wanted]
-    )
-    return FusedNode(run, tuple(map(Ref, given)), {}, wanted, [])
+    whole = {n for n in wanted if program.values[n].layout.shape == cut.shape}
+    own = [_write_to_place(node) if node.outs in whole else node for node in own]
+    placed = [node.outs for node in own if "out" in node.kwargs]
+    results = [*placed, *[n for n in wanted if n not in placed]]
+    part = Subgraph(program, own, [*given, *placed], results[len(placed) :])
+    layouts = [program.values[n].layout for n in results]
+    run = TiledSubgraph(compile_part(part), cut, len(first), layouts, len(placed))
+    return FusedNode(run, tuple(map(Ref, given)), {}, results, [])
 
 
 def _make_out_of_place(node: OpNode, read: list[int]) -> OpNode:
@@ -183,11 +251,25 @@ def _make_out_of_place(node: OpNode, read: list[int]) -> OpNode:
     return OpNode(_OUT_OF_PLACE[node.op], node.args, node.kwargs, node.outs)
 
 
-class TiledSubgraph:
-    """Operators that run on blocks of the first ``parted`` values, and on the others whole."""
+def _write_to_place(node: OpNode) -> OpNode:
+    """The operator with a block of its result as ``out``, if it has such a form."""
+    op = _WITH_OUT.get(node.op)
+    if op is None:
+        return node
+    return OpNode(op, node.args, {**node.kwargs, "out": Ref(node.outs)}, node.outs)
 
-    def __init__(self, run: Callable, cut: _Tiling, parted: int, layouts: list[Layout]) -> None:
+
+class TiledSubgraph:
+    """Operators that run on blocks of the first ``parted`` values, and on the others whole.
+
+    They write to the blocks of the first ``placed`` results by themselves.
+    """
+
+    def __init__(
+        self, run: Callable, cut: _Tiling, parted: int, layouts: list[Layout], placed: int
+    ) -> None:
         self.run, self.cut, self.parted, self.layouts = run, cut, parted, layouts
+        self.placed = placed
 
     def __str__(self) -> str:
         return f"in blocks of {self.cut.size}"
@@ -197,9 +279,10 @@ class TiledSubgraph:
         outs = [
             torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in self.layouts
         ]
-        places = zip(*map(cut, outs), strict=True)
+        places = zip(*map(cut.split_result, outs), strict=True)
         blocks = zip(*map(cut, given[: self.parted]), strict=True)
         for block, there in zip(blocks, places, strict=True):
-            for made, place in zip(self.run(*block, *whole), there, strict=True):
+            made_here = self.run(*block, *whole, *there[: self.placed])
+            for made, place in zip(made_here, there[self.placed :], strict=True):
                 place.copy_(made)
         return outs
