@@ -285,6 +285,22 @@ def test_what_is_summed_is_cut_too(f, pieces):
     assert any("sum" in node.op.run.source for node in pieces)
 
 
+@pytest.mark.parametrize("size", [64, 65, 128])
+def test_sums_of_rows_that_meet_columns(size):
+    """A sum of rows of a square matrix is added along columns, where it has lost its dim."""
+    x = torch.rand(size, size)
+
+    def f(x):
+        y = x.sin() * 3
+        lost, kept = y.exp().sum(1), y.exp().sum(1, keepdim=True)
+        return (y + lost).cos() * kept, (y * y.sum(0)).exp(), y.sum(0) + lost
+
+    run = jit(f)
+    for _ in range(3):
+        for found, expected in zip(run(x), f(x), strict=True):
+            assert bits(found).equal(bits(expected))
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_sums_with_several_threads(threads):
     torch.set_num_threads(threads)

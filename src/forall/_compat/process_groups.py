@@ -118,14 +118,16 @@ def gather_words(
     """Return a row of integers from each rank, and a row of data if this rank has any.
 
     The message has the same length whatever a rank sends, so that ranks with other data, or with
-    none, are understood too. Data must fit, see `can_attach`.
+    none, are understood too. Data must fit, see `can_attach`. A rank without any gives a row of
+    noise.
     """
     start = -(-8 * len(words) // _ALIGNED) * _ALIGNED
     mine = torch.empty(start + _get_capacity(size), dtype=torch.uint8, device="cpu")
     mine[: 8 * len(words)].view(torch.int64).copy_(torch.tensor([*words], device="cpu"))
     stop = start if data is None else start + data.nbytes
     if data is not None:
-        mine[start:stop].copy_(data.contiguous().view(-1).view(torch.uint8))
+        plain = data.resolve_conj().resolve_neg().contiguous()
+        mine[start:stop].copy_(plain.view(-1).view(torch.uint8))
     out = torch.empty((size, len(mine)), dtype=torch.uint8, device="cpu")
     _wait(group._allgather_base(out.view(-1), mine), limit)
     rows = out[:, : 8 * len(words)].contiguous().view(torch.int64).tolist()
@@ -136,8 +138,7 @@ def gather_words(
 
 def can_attach(data: torch.Tensor, size: int) -> bool:
     """Return True if `gather_words` can send data with the words of so many ranks."""
-    is_plain = data.is_cpu and data.layout is torch.strided and not data.is_neg()
-    return is_plain and not data.is_conj() and 0 < data.nbytes <= _get_capacity(size)
+    return data.is_cpu and 0 < data.nbytes <= _get_capacity(size)
 
 
 def _get_capacity(size: int) -> int:

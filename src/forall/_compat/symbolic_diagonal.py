@@ -52,7 +52,9 @@ class _DiagonalMark:
         made = self.made()
         if made is None or self.since is not _writes.last or self.at != get_version(made):
             return None
-        if t.dtype != made.dtype or t.storage_offset() != made.storage_offset() or t.is_neg():
+        if t.dtype != made.dtype or t.storage_offset() != made.storage_offset():
+            return None
+        if t.is_neg() or t.is_conj():
             return None
         dims = [d for d in zip(t.shape, t.stride(), strict=True) if d[0] != 1]
         kept = [d for d in zip(made.shape, made.stride(), strict=True) if d[0] != 1]

@@ -123,7 +123,8 @@ def _agree(
     group: RankGroup, what: str, call: str = "", size: int = 0, data: torch.Tensor | None = None
 ) -> tuple[list[int], Any]:
     """Return ``size`` and ``data`` of each rank, once all ranks are seen to be at this place."""
-    header = (_GOES_ON, group.calls, group.position, zlib.crc32(what.encode()))
+    place = what if data is None else f"{what}, attached"
+    header = (_GOES_ON, group.calls, group.position, zlib.crc32(place.encode()))
     group.position += 1
     rows, found = _exchange_headers(group, (*header, size), what, data)
     if all(tuple(row[:4]) == header for row in rows):

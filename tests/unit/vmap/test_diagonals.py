@@ -189,6 +189,21 @@ def test_many_jacobians_are_those_of_the_loop(name):
     torch.testing.assert_close(vmap(jacrev(f))(xs), torch.stack([rows_by_loop(f)(x) for x in xs]))
 
 
+@pytest.mark.parametrize("size", [None, 2])
+def test_complex_jacobians(size):
+    w = W.to(torch.cdouble) + 0.5j * W.cos()
+    x = X.to(torch.cdouble) * (1 + 0.3j)
+
+    def f(x):
+        return (w[:, :4] @ (w[:, :4].T @ (w @ x).tanh()).sin()) * (2 - 1j)
+
+    found = jacrev(f, holomorphic=True, chunk_size=size)(x)
+    columns = [(f(x + 1e-6 * e) - f(x - 1e-6 * e)) / 2e-6 for e in torch.eye(5, dtype=x.dtype)]
+    torch.testing.assert_close(found, torch.stack(columns, 1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, jacfwd(f, holomorphic=True)(x))
+    assert find_diagonal(make_identity(3, torch.cdouble, CPU).conj()) is None
+
+
 def test_a_product_with_diagonal_cotangents_multiplies_no_zeros():
     """An inf in one row of the matrix stays in that row of the Jacobian."""
     w = torch.tensor([[1.0, 2.0], [float("inf"), 1.0]])

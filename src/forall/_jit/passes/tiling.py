@@ -87,7 +87,7 @@ def _group_operators(
         shape = _find_tiled_shape(program, node)
         for other, group in [*waiting.items()]:
             alike = other == shape
-            if group.splits_otherwise(program, node) if alike else group.conflicts_with(node):
+            if group.cannot_take(program, node) if alike else group.conflicts_with(node):
                 found.append((other, waiting.pop(other).nodes))
         if shape is None:
             found.append((None, [node]))
@@ -105,14 +105,24 @@ class _OpGroup:
         self.made: set[int] = set()
         self.read: set[int] = set()
         self.dim: int | None = None
+        self.narrow: set[int] = set()  # sums of rows that have lost their dims
 
-    def splits_otherwise(self, program: Program, node: OpNode) -> bool:
-        """Return True for a sum that needs another dim to be split than those of the group."""
+    def cannot_take(self, program: Program, node: OpNode) -> bool:
+        """Return True for an operator of the same shape that cannot run in the blocks of this one.
+
+        It is a sum that needs another dim to be split. Or it reads a sum of rows that has lost its
+        dims: with it a row of a block would be combined with the entries of others.
+        """
         dim = _find_split_dim(program, node)
-        return None not in (dim, self.dim) and dim != self.dim
+        if None not in (dim, self.dim) and dim != self.dim:
+            return True
+        return not self.narrow.isdisjoint(node.reads())
 
     def add(self, program: Program, node: OpNode) -> None:
-        self.dim = _find_split_dim(program, node) if self.dim is None else self.dim
+        dim = _find_split_dim(program, node)
+        self.dim = dim if self.dim is None else self.dim
+        if dim == 0 and not (len(node.args) > 2 and node.args[2]):  # keepdim
+            self.narrow.update(node.makes())
         self.nodes.append(node)
         self.made.update(self.roots[n] for n in (*node.makes(), *node.writes()))
         self.read.update(self.roots[n] for n in node.reads())
@@ -203,7 +213,7 @@ def _choose_tiling(program: Program, shape: Shape, group: list[OpNode]) -> _Tili
     step = whole // gcd(whole, row)  # rows that fill whole vectors
     size = _BLOCK_ENTRIES * threads // row // step * step
     rows = prod(shape) // row
-    if dims and size < 2:
+    if dims and (size < 2 or rows % size == 1):
         return None  # threads share the sum of a single row
     return _Tiling(shape, dim, size, flat=flat) if 0 < size < rows else None
 
