@@ -124,7 +124,7 @@ def main() -> None:
         return vmap(train_member, (0, None, None), axis_name="members", mesh=mesh)(mine, xs, ys)
 
     def run_jacobian(mesh: DeviceMesh | None, _share: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return d prediction / d weight, rows in chunks of 4; each rank has its own predictions."""
+        """Return this rank's rows of d predictions / d weights, computed 4 at a time."""
         rows = Chunks(4, progress=mesh is not None and mesh.get_local_rank() == 0)
         jacobians = jacrev(predict, mesh=mesh, chunk_size=rows)(params, xs)
         return torch.cat([j.flatten(2) for j in jacobians.values()], 2)
