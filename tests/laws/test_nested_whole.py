@@ -333,3 +333,23 @@ def test_a_primal_of_linearize():
         linearize(lambda x: x.sin().values(), N)
     with pytest.raises(NotImplementedError, match=r"Take their rows \(x\.values\(\)\)"):
         jacrev(lambda x: x.sin().values())(N)
+
+
+@pytest.mark.filterwarnings("ignore:jit.*not recorded")
+@pytest.mark.sweep(3)
+@PUSHED
+def test_under_jit_it_is_the_same(name):
+    f, g = of_whole(name, nested()), of_rows(name)
+    total_f, total_g = (lambda w: f(w).sin().sum()), (lambda w: g(w).sin().sum())
+
+    def derive(total):
+        return (
+            grad(lambda w: vmap(total)(w).sum()),
+            vmap(grad(total)),
+            lambda ws: jvp(grad(total), (ws[0],), (V,))[1],
+        )
+
+    for ours, by_rows in zip(derive(total_f), derive(total_g), strict=True):
+        recorded = jit(ours)
+        for _ in range(2):
+            close(recorded(WS), by_rows(WS))

@@ -33,6 +33,7 @@ from forall._compat.call_site import OURS, TORCH, SourceLine, find_users_line
 from forall._compat.devices import synchronize_devices
 from forall._compat.dispatch_state import functions_off, in_torch_func
 from forall._compat.exception_safety import contextmanager
+from forall._compat.jagged_layout import Jagged
 from forall._compat.lazy_bits import call_with_lazy_bits
 from forall._compat.op_schema import OperatorFacts, find_written_args, get_facts
 from forall._compat.private_api import DispatchMode
@@ -41,6 +42,7 @@ from forall._compat.tensor_subclass import CALLS_ON
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core import rank_ops
 from forall._core.escaped_values import dispatch_without_mode
+from forall._core.nested_tensor import run_on_nested
 from forall._jit.deadline import (
     NO_DEADLINE,
     STEPS_PER_CLOCK_READ,
@@ -158,6 +160,8 @@ class Tracer(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if types and any(issubclass(t, Wrapper) for t in types):
+            if Jagged in types:
+                return run_on_nested(func, args)
             with self:  # a level that has exited unwraps its values
                 return dispatch_without_mode(func, args, kwargs)
         if torch.is_inference_mode_enabled() is not self._inference:
