@@ -8,6 +8,7 @@ import torch
 
 from forall import grad, hessian, jacfwd, jacobian, jacrev, jit, vmap
 from forall._compat.symbolic_diagonal import find_diagonal, make_identity_rows
+from forall._vmap.rule_makers import diagonal_cotangents
 
 CPU = torch.device("cpu")
 
@@ -120,6 +121,13 @@ def test_rows_of_one():
 
 
 # --- Jacobians behind pointwise functions ------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def all_sizes(monkeypatch):
+    monkeypatch.setattr(diagonal_cotangents, "_ROWS", 1)
+    monkeypatch.setattr(diagonal_cotangents, "_LEAST", 1)
+
 
 W, V = torch.randn(4, 5, dtype=torch.double), torch.randn(3, 4, dtype=torch.double)
 X = torch.randn(5, dtype=torch.double)

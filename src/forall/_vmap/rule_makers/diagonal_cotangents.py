@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from forall._compat.symbolic_diagonal import Diagonal
 
 aten = torch.ops.aten
+# Rows, and entries of each, from which a product of matrices takes longer than to know the slopes.
+_ROWS, _LEAST = 16, 128
 # Linear in the first argument, entry by entry.
-KEEP_DIAGONAL = frozenset(
+_KEEP_DIAGONAL = frozenset(
     {
         aten.mul.Tensor,
         aten.mul.Scalar,
@@ -41,7 +43,10 @@ KEEP_DIAGONAL = frozenset(
 
 
 def mark_diagonal_result(level: Any, func: Any, args: tuple, out: Any) -> None:
-    """Mark the result of an operator of `KEEP_DIAGONAL` if its cotangents are diagonal."""
+    """Mark the result of a pointwise operator if it makes diagonal cotangents of such."""
+    size = level.size  # a symbolic one is not compared: that would add a guard
+    if type(size) is not int or size < _ROWS or func not in _KEEP_DIAGONAL:
+        return
     g, *rest = args
     known = _find_diagonal_rows(g, level)
     if known is None and func is aten.mul.Tensor:
@@ -62,6 +67,9 @@ def _find_diagonal_rows(g: Any, level: Any) -> Diagonal | None:
     """Return the diagonal matrix of which the examples of ``g`` are the rows, or some of them."""
     if type(g) is not BatchedTensor or g.level is not level or g.axis is None:
         return None
+    shape = g.value.shape
+    if type(g.value) is not torch.Tensor or len(shape) != 2 or shape[1 - g.axis] < _LEAST:
+        return None
     known = find_diagonal(g.value)
-    is_by_row = known is not None and g.value.dim() == 2 and g.shape == (known.size,)
+    is_by_row = known is not None and shape[1 - g.axis] == known.size
     return known if is_by_row and level.size == known.shape[0] else None

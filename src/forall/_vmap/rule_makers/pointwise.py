@@ -24,7 +24,7 @@ from forall._vmap.rule_makers.basic import (
     move_to_front,
     wrap_results,
 )
-from forall._vmap.rule_makers.diagonal_cotangents import KEEP_DIAGONAL, mark_diagonal_result
+from forall._vmap.rule_makers.diagonal_cotangents import mark_diagonal_result
 
 Tensor = torch.Tensor
 _WHERE = torch.ops.aten.where.self
@@ -183,7 +183,7 @@ def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
 def handle_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """f(x, y, ..) entry by entry: broadcasting aligns examples, not stacks."""
     out = _call_pointwise(level, func, args, kwargs)
-    if level.records_on_value and func in KEEP_DIAGONAL and not kwargs:
+    if level.records_on_value and not kwargs:
         mark_diagonal_result(level, func, args, out)
     return out
 
