@@ -20,6 +20,7 @@ Index
     integer value        a scalar that no derivative reaches has zero gradients
     the value's history  a value noted inside grad is still part of a graph, aux is not
     ties                 the gradient of a maximum shares itself between equal entries
+    an inf in one row    of a matrix stays in that row of a Jacobian; the loop makes nan of all
     captured leaf        .backward() inside leaves on it the sum over the examples
     no example           the function runs once, on a stand-in
     what is identical    a number of each example is not Python's True, whatever it is for each
@@ -36,7 +37,7 @@ import time
 import pytest
 import torch
 
-from forall import grad, jit, vmap
+from forall import grad, jacrev, jit, vmap
 
 X = torch.arange(6.0).reshape(3, 2)
 
@@ -228,3 +229,11 @@ def test_the_index_names_every_test():
     index = {entry.replace("'", "").replace("-", "_").replace(" ", "_") for entry in entries}
     tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert index == tests - {"the_index_names_every_test"}
+
+
+def test_an_inf_in_one_row():
+    w = torch.tensor([[1.0, 2.0], [float("inf"), 1.0]])
+    x = torch.ones(2, requires_grad=True)
+    first = torch.autograd.grad((w @ x)[0], x)[0]
+    assert first.isnan().tolist() == [True, False]  # 0 * inf
+    assert jacrev(lambda x: w @ x)(x.detach()).equal(w)
