@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forall._compat.symbolic_diagonal import make_identity_rows
+from forall._compat.symbolic_diagonal import Diagonal, mark_diagonal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,19 +18,22 @@ def make_basis_rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> l
     There is one (stop - start, *S) per tensor. Vector k is 1 at entry k of the concatenation of all
     flattened tensors, and 0 elsewhere.
     """
-    if len(tensors) == 1 and tensors[0].dim() == 1:
-        t = tensors[0]
-        return [make_identity_rows(start, stop, t.numel(), t.dtype, t.device)]
+    is_vector = len(tensors) == 1 and tensors[0].dim() == 1
     out = []
     first = 0
     for t in tensors:
         n = t.numel()
-        block = torch.zeros(stop - start, n, dtype=t.dtype, device=t.device)
-        low, high = max(start, first), min(stop, first + n)
-        if low < high:
-            # An index would copy numbers to the device, and wait for it.
-            square = block[low - start : high - start, low - first : high - first]
-            square.diagonal().fill_(1)
+        if is_vector and (start, stop) == (0, n):
+            block = torch.eye(n, dtype=t.dtype, device=t.device)
+        else:
+            block = torch.zeros(stop - start, n, dtype=t.dtype, device=t.device)
+            low, high = max(start, first), min(stop, first + n)
+            if low < high:
+                # An index would copy numbers to the device, and wait for it.
+                square = block[low - start : high - start, low - first : high - first]
+                square.diagonal().fill_(1)
+        if is_vector:
+            mark_diagonal(block, Diagonal(start, stop, n))
         out.append(block.view(stop - start, *t.shape))
         first += n
     return out

@@ -38,6 +38,15 @@ class OperatorFacts(NamedTuple):
 
 
 _TORCHS = ("aten", "prims", "prim", "forall")
+# Linear in the first argument, entry by entry: each is multiplied by a slope.
+LINEAR_IN_FIRST = frozenset(
+    {
+        torch.ops.aten.tanh_backward.default,
+        torch.ops.aten.sigmoid_backward.default,
+        torch.ops.aten.threshold_backward.default,
+        torch.ops.aten.div.Tensor,
+    }
+)
 _COLLECTIVES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 )

@@ -118,19 +118,20 @@ def gather_words(
     """Return a row of integers from each rank, and a row of data if this rank has any.
 
     The message has the same length whatever a rank sends, so that ranks with other data, or with
-    none, are understood too. Data must fit, see `can_attach`. A rank without any gives a row of
-    noise.
+    none, are understood too. Data must fit, see `can_attach`. The row of a rank without any has no
+    meaning.
     """
-    start = -(-8 * len(words) // _ALIGNED) * _ALIGNED
+    head = 8 * len(words)  # bytes
+    start = -(-head // _ALIGNED) * _ALIGNED
     mine = torch.empty(start + _get_capacity(size), dtype=torch.uint8, device="cpu")
-    mine[: 8 * len(words)].view(torch.int64).copy_(torch.tensor([*words], device="cpu"))
+    mine[:head].view(torch.int64).copy_(torch.tensor([*words], device="cpu"))
     stop = start if data is None else start + data.nbytes
     if data is not None:
         plain = data.resolve_conj().resolve_neg().contiguous()
         mine[start:stop].copy_(plain.view(-1).view(torch.uint8))
     out = torch.empty((size, len(mine)), dtype=torch.uint8, device="cpu")
     _wait(group._allgather_base(out.view(-1), mine), limit)
-    rows = out[:, : 8 * len(words)].contiguous().view(torch.int64).tolist()
+    rows = out[:, :head].contiguous().view(torch.int64).tolist()
     if data is None:
         return rows, None
     return rows, out[:, start:stop].contiguous().view(data.dtype).view(size, *data.shape)

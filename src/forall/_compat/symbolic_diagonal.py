@@ -35,6 +35,11 @@ class Diagonal(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.stop - self.start, self.size
 
+    def select(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the entries of a dim of length ``size`` that these rows are multiplied with."""
+        rows = self.stop - self.start
+        return t if rows == self.size else t.narrow(dim, self.start, rows)
+
 
 class _DiagonalMark:
     """A mark on the storage of a tensor that was diagonal when it was made."""
@@ -44,13 +49,16 @@ class _DiagonalMark:
     def __init__(self, made: torch.Tensor, what: Diagonal) -> None:
         self.made = weakref.ref(made)  # weak, because the tensor's storage holds the mark
         self.at = get_version(made)
-        self.since = _writes.last
+        self.since = _state.last_write
         self.what = what
 
     def find(self, t: torch.Tensor) -> Diagonal | None:
-        """Return what ``t`` is, if it is still all that was made, but for dims of size 1."""
+        """Return the matrix if ``t`` is all of the marked tensor, or its transpose, unwritten.
+
+        Dims of size 1 do not count.
+        """
         made = self.made()
-        if made is None or self.since is not _writes.last or self.at != get_version(made):
+        if made is None or self.since is not _state.last_write or self.at != get_version(made):
             return None
         if t.dtype != made.dtype or t.storage_offset() != made.storage_offset():
             return None
@@ -61,46 +69,37 @@ class _DiagonalMark:
         return self.what if dims in (kept, kept[::-1]) else None
 
 
-class _LastWrite:
-    """The last write into an example, of all threads."""
+class _MarkState:
+    """The last write into an example, of all threads, and whether there ever was a mark."""
 
-    last: Any = None
+    last_write: Any = None
+    is_used = False
 
 
-_writes = _LastWrite()
+_state = _MarkState()
 
 
 def invalidate_marks() -> None:
-    """Invalidate all marks: a value is being written to, which may have been an identity."""
-    _writes.last = object()
-
-
-def make_identity_rows(
-    start: int, stop: int, size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return rows of an identity matrix, which `find_diagonal` recognises until the next write."""
-    if (start, stop) == (0, size):
-        made = torch.eye(size, dtype=dtype, device=device)
-    else:
-        made = torch.zeros(stop - start, size, dtype=dtype, device=device)
-        made[:, start:stop].diagonal().fill_(1)  # an index would wait for the device
-    mark_diagonal(made, Diagonal(start, stop, size))
-    return made
+    """Invalidate all marks: a value is being written to, which may have been marked."""
+    _state.last_write = object()
 
 
 def mark_diagonal(made: torch.Tensor, what: Diagonal) -> None:
-    """Note that a tensor is a diagonal matrix, or rows of one, if it is an ordinary tensor."""
+    """Mark a tensor as a diagonal matrix, or as rows of one, if it is an ordinary tensor."""
     plain = _unwrap_shared(made)
     if plain is not None and get_version(plain) >= 0:
+        _state.is_used = True
         with torch._C.DisableTorchFunction():
             _get_storage(plain).diagonal = _DiagonalMark(plain, what)
 
 
 def find_diagonal(t: Any) -> Diagonal | None:
-    """Return what a marked matrix is, or one whose transpose is marked; None for others.
+    """Return which diagonal matrix a tensor is, or is the transpose of; None if that is not known.
 
-    There may be any dims of size 1 in between. Which of the two it is, its shape tells.
+    There may be any dims of size 1 in between. The tensor's shape tells if it is the transpose.
     """
+    if not _state.is_used:
+        return None
     plain = _unwrap_shared(t)
     if plain is None:
         return None

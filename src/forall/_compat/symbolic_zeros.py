@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from forall._compat.dispatch_state import aside, functions_off, no_dispatch
+from forall._compat.op_schema import LINEAR_IN_FIRST
 from forall._compat.shapes import broadcast_shapes
 from forall._compat.trace_modes import (
     has_foreign_mode,
@@ -23,12 +24,8 @@ from forall._compat.wrapper_tensor import Wrapper
 
 aten = torch.ops.aten
 _DOTS = frozenset({aten.dot.default, aten.vdot.default})
-# Linear in the first argument, entry by entry.
-_PULLBACKS = frozenset(
-    {aten.tanh_backward.default, aten.sigmoid_backward.default, aten.threshold_backward.default}
-)
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-LINEAR = _SUMS | _DOTS | _PULLBACKS | {aten.mul.Tensor, aten.div.Tensor}
+LINEAR = _SUMS | _DOTS | LINEAR_IN_FIRST | {aten.mul.Tensor}
 
 
 def make_plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:

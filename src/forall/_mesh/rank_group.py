@@ -101,8 +101,8 @@ def _make_destroyed_error() -> Exception:
 def _end_control_groups() -> None:
     """End the threads by which ranks agreed, while Python runs.
 
-    Such a thread lets go of the tensors of its last message at any time after it. One that does so
-    while Python ends is stopped in the middle of it, and that aborts the process.
+    Such a thread releases the tensors of its last message at any time after it. A thread that does
+    so while Python shuts down is stopped in the middle of it, and that aborts the process.
     """
     for known in [*_by_group.values()]:
         known.control = None

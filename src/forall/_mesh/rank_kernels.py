@@ -36,11 +36,7 @@ def _send(
     shape = ", ".join(map(str, ["_", *x.shape[1:]] if rows_differ else x.shape))
     what = f"{kind} of {str(x.dtype).removeprefix('torch.')}[{shape}]"
     what = f"{what} at {place}" if place else f"{what} for a derivative"
-
-    def run(limit: float | None) -> Tensor:
-        return call(x, *given, ranks.group, limit)
-
-    return communicate(ranks, what, x, run, combine)
+    return communicate(ranks, what, x, lambda limit: call(x, *given, ranks.group, limit), combine)
 
 
 def _sum(x: Tensor, *where: str) -> Tensor:

@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from forall import grad, hessian, jacfwd, jacobian, jacrev, jit, vmap
-from forall._compat.symbolic_diagonal import find_diagonal, make_identity_rows
+from forall._autodiff.standard_basis import make_basis_rows
+from forall._compat.symbolic_diagonal import find_diagonal
 from forall._vmap.rule_makers import diagonal_cotangents
 
 CPU = torch.device("cpu")
+
+
+def make_identity_rows(start, stop, size, dtype, device):
+    return make_basis_rows([torch.empty(size, dtype=dtype, device=device)], start, stop)[0]
 
 
 def make_identity(size, dtype, device):

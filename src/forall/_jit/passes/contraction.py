@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._compat.op_schema import LINEAR_IN_FIRST
 from forall._jit.graph import Layout, OpNode, Ref
 from forall._jit.passes.view_chains import is_pure_view
 
@@ -35,13 +36,6 @@ CONTRACTIONS = {
     aten.mv.default: ("rk", "k", "r"),
 }
 SUMS = {aten.sum.default, aten.sum.dim_IntList}
-# Linear in the first operand, entry by entry, and broadcasting.
-_SLOPES = {
-    aten.tanh_backward.default,
-    aten.sigmoid_backward.default,
-    aten.threshold_backward.default,
-    aten.div.Tensor,
-}
 # Operators that compute the product with their slope at 1, so that product has the same bits.
 SLOPE_AT_ONE = {aten.tanh_backward.default}
 _POWER = aten.pow.Tensor_Scalar
@@ -151,7 +145,7 @@ class Contraction:
             for _ in range(2):
                 self._add_factors(x.n, self._find_operand_dims(x, dims), alone=False)
             return True
-        if node.kwargs or not (node.op is aten.mul.Tensor or node.op in _SLOPES):
+        if node.kwargs or not (node.op is aten.mul.Tensor or node.op in LINEAR_IN_FIRST):
             return node.op is aten.neg.default and self._add_negation(node, dims)
         x, y, *rest = node.args
         if type(x) is not Ref or not self._is_uniform(node):

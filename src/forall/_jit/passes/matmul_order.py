@@ -41,7 +41,7 @@ from forall._jit.passes.cse import RootMerger
 from forall._jit.tracing.uninitialized import LAYOUT_ONLY_OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from forall._jit.graph import Program
 
@@ -259,9 +259,7 @@ class ProductBuilder:
         ):
             return None
         made = cls(program, product, device, slopes=slopes)
-        with without_history(), torch.no_grad():
-            fits = made.contract(*halves, program.values[product.nodes[0].outs].layout)
-        return made if fits and made.is_cheaper_than(program, product) else None
+        return made if made.is_cheaper_by(program, made.contract, *halves) else None
 
     @classmethod
     def try_sums(cls, program: Program, product: Contraction) -> ProductBuilder | None:
@@ -275,13 +273,14 @@ class ProductBuilder:
         if not {*product.out, *product.summed} <= _collect_atoms(product.factors):
             return None
         made = cls(program, product, "meta", slopes=False)
-        with without_history(), torch.no_grad():
-            fits = made.multiply_sums(apart, program.values[product.nodes[0].outs].layout)
-        return made if fits and made.is_cheaper_than(program, product) else None
+        return made if made.is_cheaper_by(program, made.multiply_sums, apart) else None
 
-    def is_cheaper_than(self, program: Program, product: Contraction) -> bool:
-        before = sum(_estimate_cost(program.values, node) for node in product.nodes)
-        return self.total_cost() < _GAIN * before
+    def is_cheaper_by(self, program: Program, append: Callable[..., bool], *factors: Any) -> bool:
+        """Append operators; return True if they give the same layout and cost less than before."""
+        with without_history(), torch.no_grad():
+            fits = append(*factors, program.values[self.product.nodes[0].outs].layout)
+        before = sum(_estimate_cost(program.values, node) for node in self.product.nodes)
+        return fits and self.total_cost() < _GAIN * before
 
     def total_cost(self) -> float:
         return sum(_estimate_cost(self.all, node) for node in self.nodes)

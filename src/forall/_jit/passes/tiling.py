@@ -56,14 +56,16 @@ def tile_pointwise(
     program, nodes, _, results = graph
     parts: list[Sequence[OpNode]] = []  # in reverse order
     read = {*results}
-    for shape, group in reversed(_group_operators(program, nodes)):
+    for found in reversed(_group_operators(program, nodes)):
+        shape, group = found.shape, found.nodes
         made = [n for node in group for n in node.makes()]
         wanted = [n for n in made if n in read]
         cut = None
-        # What is summed is not read from main memory, and no result of its size is put together.
-        spared = len(made) - len(wanted) + sum(node.op in _SUMS for node in group)
+        # What the blocks make and sum is not read from main memory.
+        summed = {n for node in group if node.op in _SUMS for n in node.reads()}
+        spared = len(made) - len(wanted) + len(summed.intersection(made))
         if shape is not None and spared * prod(shape) >= _WORTH:
-            cut = _choose_tiling(program, shape, group)
+            cut = _choose_tiling(program, shape, group, found.dim)
         read.update(n for node in group for n in node.reads())
         parts.append(
             group if cut is None else [_make_tiled_node(program, group, wanted, cut, compile_part)]
@@ -71,55 +73,55 @@ def tile_pointwise(
     return [node for part in reversed(parts) for node in part]
 
 
-def _group_operators(
-    program: Program, nodes: Sequence[OpNode]
-) -> list[tuple[Shape | None, list[OpNode]]]:
-    """Return the operators in groups that may run together, each with its shape.
+def _group_operators(program: Program, nodes: Sequence[OpNode]) -> list[_OpGroup]:
+    """Return the operators in groups that may run together.
 
     A group is pointwise operators of one shape with sums of their results, or another operator
-    alone, with None. A group is open until an operator outside reads what the group makes, or
+    alone, without a shape. A group is open until an operator outside reads what the group makes, or
     writes where the group reads.
     """
-    roots = [v.root for v in program.values]
     waiting: dict[Shape, _OpGroup] = {}
-    found: list[tuple[Shape | None, list[OpNode]]] = []
+    found: list[_OpGroup] = []
+    roots = [v.root for v in program.values]
     for node in nodes:
-        shape = _find_tiled_shape(program, node)
+        shape, dim = _find_tiled_shape(program, node), _find_split_dim(program, node)
         for other, group in [*waiting.items()]:
             alike = other == shape
-            if group.cannot_take(program, node) if alike else group.conflicts_with(node):
-                found.append((other, waiting.pop(other).nodes))
+            if group.cannot_take(node, dim) if alike else group.conflicts_with(node):
+                found.append(waiting.pop(other))
         if shape is None:
-            found.append((None, [node]))
+            found.append(_OpGroup(roots, None))
+            found[-1].nodes.append(node)
         else:
-            waiting.setdefault(shape, _OpGroup(roots)).add(program, node)
-    return [*found, *((shape, group.nodes) for shape, group in waiting.items())]
+            waiting.setdefault(shape, _OpGroup(roots, shape)).add(node, dim)
+    return [*found, *waiting.values()]
 
 
 class _OpGroup:
-    """An open group of operators, and the memory that they write and read."""
+    """A group of operators, and the memory that they write and read.
 
-    def __init__(self, roots: list[int]) -> None:
-        self.roots = roots
+    ``dim`` is the one that has to be split for the sums among them, if there are any.
+    """
+
+    def __init__(self, roots: list[int], shape: Shape | None) -> None:
+        self.roots, self.shape = roots, shape
         self.nodes: list[OpNode] = []
         self.made: set[int] = set()
         self.read: set[int] = set()
         self.dim: int | None = None
         self.narrow: set[int] = set()  # sums of rows that have lost their dims
 
-    def cannot_take(self, program: Program, node: OpNode) -> bool:
+    def cannot_take(self, node: OpNode, dim: int | None) -> bool:
         """Return True for an operator of the same shape that cannot run in the blocks of this one.
 
         It is a sum that needs another dim to be split. Or it reads a sum of rows that has lost its
         dims: with it a row of a block would be combined with the entries of others.
         """
-        dim = _find_split_dim(program, node)
         if None not in (dim, self.dim) and dim != self.dim:
             return True
         return not self.narrow.isdisjoint(node.reads())
 
-    def add(self, program: Program, node: OpNode) -> None:
-        dim = _find_split_dim(program, node)
+    def add(self, node: OpNode, dim: int | None) -> None:
         self.dim = dim if self.dim is None else self.dim
         if dim == 0 and not (len(node.args) > 2 and node.args[2]):  # keepdim
             self.narrow.update(node.makes())
@@ -196,24 +198,28 @@ class _Tiling:
         return self(t) if t.shape == self.shape or self.dim else t.split(self.size)
 
 
-def _choose_tiling(program: Program, shape: Shape, group: list[OpNode]) -> _Tiling | None:
-    """The way to split a group's values, None where blocks would not keep each bit."""
+def _choose_tiling(
+    program: Program, shape: Shape, group: list[OpNode], summed: int | None
+) -> _Tiling | None:
+    """The way to split a group's values, None where blocks would not keep each bit.
+
+    ``summed`` is the dim that has to be split for sums.
+    """
     threads = torch.get_num_threads()
     whole = _VECTORS * threads
     if threads > 1 and prod(shape) % whole:
         return None
-    dims = {_find_split_dim(program, node) for node in group} - {None}
-    if dims == {1}:
+    if summed == 1:
         return _choose_columns(shape, threads)
     given = [program.values[n].layout for n in _list_inputs(group)]
     flat = all(v.shape in ((), (1,)) or (v.shape == shape and v.is_dense) for v in given)
-    flat = flat and not dims  # what is summed stays whole
+    flat = flat and summed is None  # what is summed stays whole
     dim = next(i for i, size in enumerate(shape) if size > 1)
     row = 1 if flat else prod(shape[dim + 1 :])
     step = whole // gcd(whole, row)  # rows that fill whole vectors
     size = _BLOCK_ENTRIES * threads // row // step * step
     rows = prod(shape) // row
-    if dims and (size < 2 or rows % size == 1):
+    if summed == 0 and (size < 2 or rows % size == 1):
         return None  # threads share the sum of a single row
     return _Tiling(shape, dim, size, flat=flat) if 0 < size < rows else None
 

@@ -42,7 +42,6 @@ from forall._compat.tensor_subclass import CALLS_ON
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core import rank_ops
 from forall._core.escaped_values import dispatch_without_mode
-from forall._core.nested_tensor import run_on_nested
 from forall._jit.deadline import (
     NO_DEADLINE,
     STEPS_PER_CLOCK_READ,
@@ -161,7 +160,7 @@ class Tracer(DispatchMode):
         kwargs = kwargs or {}
         if types and any(issubclass(t, Wrapper) for t in types):
             if Jagged in types:
-                return run_on_nested(func, args)
+                return NotImplemented  # the wrappers' classes know what torch's class gets wrong
             with self:  # a level that has exited unwraps its values
                 return dispatch_without_mode(func, args, kwargs)
         if torch.is_inference_mode_enabled() is not self._inference:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.op_schema import LINEAR_IN_FIRST
 from forall._compat.symbolic_diagonal import find_diagonal, mark_diagonal
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.rule_makers.basic import is_mapped, lower_shared
@@ -21,25 +22,18 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 # Rows, and entries of each, from which a product of matrices takes longer than to know the slopes.
 _ROWS, _LEAST = 16, 128
-# Linear in the first argument, entry by entry.
-_KEEP_DIAGONAL = frozenset(
-    {
-        aten.mul.Tensor,
-        aten.mul.Scalar,
-        aten.div.Tensor,
-        aten.div.Scalar,
-        aten.neg.default,
-        aten.tanh_backward.default,
-        aten.sigmoid_backward.default,
-        aten.threshold_backward.default,
-        aten.leaky_relu_backward.default,
-        aten.hardsigmoid_backward.default,
-        aten.hardswish_backward.default,
-        aten.hardtanh_backward.default,
-        aten.hardshrink_backward.default,
-        aten.softshrink_backward.default,
-    }
-)
+_KEEP_DIAGONAL = LINEAR_IN_FIRST | {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten.leaky_relu_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+}
 
 
 def mark_diagonal_result(level: Any, func: Any, args: tuple, out: Any) -> None:

@@ -182,20 +182,17 @@ def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
 
 def handle_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """f(x, y, ..) entry by entry: broadcasting aligns examples, not stacks."""
-    out = _call_pointwise(level, func, args, kwargs)
+    aligned = _find_aligned(level, args, kwargs)
+    if aligned is None:
+        out = _align_and_call(level, func, args, kwargs)
+    else:
+        values, axis = aligned
+        out = func(*values, **kwargs) if kwargs else func(*values)
+        is_open = axis and is_layout_open(out, values)
+        out = _wrap_laid_out(level, func, args, kwargs, out, axis, is_open)
     if level.records_on_value and not kwargs:
         mark_diagonal_result(level, func, args, out)
     return out
-
-
-def _call_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    aligned = _find_aligned(level, args, kwargs)
-    if aligned is None:
-        return _align_and_call(level, func, args, kwargs)
-    values, axis = aligned
-    out = func(*values, **kwargs) if kwargs else func(*values)
-    is_open = axis and is_layout_open(out, values)
-    return _wrap_laid_out(level, func, args, kwargs, out, axis, is_open)
 
 
 def _wrap_laid_out(

@@ -96,10 +96,10 @@ def _multiply(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
     if x.dtype == w.dtype and x.shape[1] == w.shape[0]:
         known = find_diagonal(x) if _is_copy_exact(w) else None
         if known is not None and x.shape == known.shape:
-            return _scale_rows(known, w)
+            return _scale_along(known, w, 0)
         known = find_diagonal(w) if _is_copy_exact(x) else None
         if known is not None and w.shape == known.shape[::-1]:
-            return _scale_columns(x, known)
+            return _scale_along(known, x, 1)
     return torch.mm(x, w)
 
 
@@ -108,23 +108,18 @@ def _is_copy_exact(x: Tensor) -> bool:
     return x.layout is torch.strided and not x.is_neg()
 
 
-def _scale_rows(known: Diagonal, w: Tensor) -> Tensor:
-    """Return the product of a diagonal matrix and another, in new memory, row-major as it is."""
-    rows = w if known.shape[0] == known.size else w[known.start : known.stop]
-    if known.entries is None:
-        return _copy_by_row(rows)
-    return _make_row_major(rows * known.entries[known.start : known.stop].unsqueeze(1))
+def _scale_along(known: Diagonal, x: Tensor, dim: int) -> Tensor:
+    """Return the product of a diagonal matrix and x: by x's rows for dim 0, else by its columns.
 
-
-def _scale_columns(x: Tensor, known: Diagonal) -> Tensor:
-    columns = x if known.shape[0] == known.size else x[:, known.start : known.stop]
-    if known.entries is None:
-        return _copy_by_row(columns)
-    return _make_row_major(columns * known.entries[known.start : known.stop])
-
-
-def _make_row_major(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else _copy_by_row(x)
+    It is in new memory, row-major as a product is.
+    """
+    part = known.select(x, dim)
+    if known.entries is not None:
+        entries = known.select(known.entries, 0)
+        part = part * (entries.unsqueeze(1) if dim == 0 else entries)
+        if part.is_contiguous():
+            return part
+    return _copy_by_row(part)
 
 
 def _copy_by_row(x: Tensor) -> Tensor:
