@@ -73,8 +73,11 @@ SHAPES += [(8, 512), (4, 8, 128), (2, 256, 9)]
 def small_blocks(monkeypatch):
     """So small that the tensors of a test have many of them."""
     monkeypatch.setattr(tiling, "_BLOCK_ENTRIES", 1024)
+    monkeypatch.setattr(tiling, "_COLUMN_ENTRIES", 4096)
     monkeypatch.setattr(tiling, "_LARGE", 1024)
     monkeypatch.setattr(tiling, "_WORTH", 1)
+    monkeypatch.setattr(tiling, "_LEAST_SPARED", 1)
+    monkeypatch.setattr(tiling, "_SMALL", 2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -281,7 +284,7 @@ def test_sums_of_rows_and_of_columns(f, shapes, dtype):
 
 @pytest.mark.parametrize("f", [norms, scaled_sums])
 def test_what_is_summed_is_cut_too(f, pieces):
-    jit(f)(torch.rand(16, 32), torch.rand(16, 8))
+    jit(f)(torch.rand(16, 64), torch.rand(16, 8))
     assert any("sum" in node.op.run.source for node in pieces)
 
 
@@ -310,3 +313,142 @@ def test_sums_with_several_threads(threads):
         for _ in range(3):
             for found, expected in zip(run(*given), f(*given), strict=True):
                 assert bits(found).equal(bits(expected))
+
+
+# --- rematerialization ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remade(monkeypatch):
+    """The operators that groups make again."""
+    found = []
+    there = tiling._insert_steps
+
+    def counted(program, groups, steps, kept):
+        done = there(program, groups, steps, kept)
+        found.extend(steps if done else [])
+        return done
+
+    monkeypatch.setattr(tiling, "_insert_steps", counted)
+    return found
+
+
+def clipped(x, y):
+    g = x[:, :, None] * y[:, None]
+    return (g / g.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1)).sum(0)
+
+
+def clipped_with_bias(x, y):
+    g = (x[:, :, None] * y[:, None] - x[:, :1, None]) * 0.5
+    norms = g.square().sum((1, 2))
+    x = x / norms[:, None]  # in the memory of x, as far as the program can tell
+    return (g / norms[:, None, None]).sum(0), (g * 2).tanh().sum(0), x.sum(0)
+
+
+@pytest.mark.parametrize("f", [clipped, clipped_with_bias])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_outer_product_is_made_again(f, dtype, remade):
+    run = jit(lambda x, y: f(x.sin(), y.cos()))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, y = torch.randn(32, 16).to(dtype), torch.randn(32, 32).to(dtype)
+        for found, expected in zip(run(x, y), f(x.sin(), y.cos()), strict=True):
+            assert bits(found).equal(bits(expected))
+    assert remade
+
+
+def test_it_is_never_kept_as_a_whole(remade, pieces):
+    x, y = torch.randn(32, 16), torch.randn(32, 32)
+    jit(clipped)(x, y)
+    assert remade
+    assert len(pieces) == 2
+    made = [layout for node in pieces for layout in node.op.layouts]
+    assert max(layout.storage_entries for layout in made) <= 16 * 32
+
+
+def test_what_is_a_result_is_kept(remade):
+    def f(x, y):
+        g = x[:, :, None] * y[:, None]
+        return g, (g.exp() / g.square().sum((1, 2), keepdim=True)).sum(0), g.sum(0)
+
+    x, y = torch.randn(32, 16), torch.randn(32, 32)
+    run = jit(f)
+    for _ in range(3):
+        for found, expected in zip(run(x, y), f(x, y), strict=True):
+            assert bits(found).equal(bits(expected))
+    assert not remade
+
+
+@pytest.mark.parametrize("place", ["an operand", "the product", "a view of the product"])
+def test_what_the_user_writes_into_is_not_made_again(place, remade):
+    def f(x, y):
+        x = x.sin()
+        g = x[:, :, None] * y[:, None]
+        norms = g.square().sum((1, 2), keepdim=True)
+        {"an operand": x, "the product": g, "a view of the product": g[1:]}[place].mul_(2)
+        return (g / norms).sum(0) + x.sum()
+
+    x, y = torch.randn(32, 16), torch.randn(32, 32)
+    run = jit(f)
+    for _ in range(3):
+        assert bits(run(x, y)).equal(bits(f(x, y)))
+    assert not remade
+
+
+STEPS = {
+    "outer": lambda x, y, g: x[:, :, None] * y[:, None],
+    "plus": lambda x, y, g: g + x[:, :, None],
+    "scaled": lambda x, y, g: g * y[:, None],
+    "difference": lambda x, y, g: y[:, None] - g,
+    "written": lambda x, y, g: g.mul_(0.5),
+    "slow": lambda x, y, g: g.exp().tanh(),
+    "rows": lambda x, y, g: g / (g * g).sum((1, 2), keepdim=True),
+    "columns": lambda x, y, g: g - (g * 0.5).sum(0),
+    "norms": lambda x, y, g: g * (g.abs().sum((1, 2)) + 1)[:, None, None].sqrt(),
+}
+CHANGES = {  # of the small tensors
+    "scaled": lambda x, y, g: (x / (g.sum((1, 2)) ** 2 + 1)[:, None], y),
+    "both": lambda x, y, g: (x + g.square().sum(0).sum(1), y * 0.9),
+    "written": lambda x, y, g: (x, y.mul_(0.5)),
+    "part": lambda x, y, g: (x, torch.cat([y[:, :1], y[:, 1:].sin_()], 1)),
+    "anew": lambda x, y, g: (x.tanh() * 2, y.abs() - 1),
+}
+
+
+def compose_outer_products(rng, count):
+    """Return a function of two matrices that makes large tensors of them, and sums these."""
+    steps = [
+        (
+            rng.choice([*STEPS] * 2 + ["outer"] * 3),
+            rng.random() < 0.4 and rng.choice([*CHANGES]),
+            rng.random(),
+        )
+        for _ in range(count)
+    ]
+
+    def f(x, y):
+        x, y = x.sin(), y + 1
+        large, sums = [STEPS["outer"](x, y, None)], []
+        for name, change, place in steps:
+            g = large[int(place * len(large))]
+            large.append(STEPS[name](x, y, g))
+            if change:
+                x, y = CHANGES[change](x, y, g)
+            sums.append(large[-1].sum(0 if place < 0.6 else (1, 2)))
+        return *sums, x, y
+
+    return f
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_outer_products(seed, dtype):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    f = compose_outer_products(rng, 6)
+    run = jit(f)
+    for _ in range(2):
+        x, y = torch.randn(32, 16, dtype=dtype), torch.randn(32, 32, dtype=dtype)
+        for found, expected in zip(run(x, y), f(x, y), strict=True):
+            assert found.stride() == expected.stride()
+            assert bits(found).equal(bits(expected))

@@ -11,6 +11,12 @@ and the memory of the result alone. On 4 MB they took 1.2: a block costs a call 
 NOTE [where blocks end]
     Kernels take a vector of entries at a time, and the last few one by one, by functions that may
     round differently. So blocks end where whole vectors do, and no thread's share ends elsewhere.
+
+NOTE [rematerialization]
+    A few cheap operators may make a large tensor of small ones, as an outer product, which several
+    groups of operators read: one sums its squares by rows, the next sums what the norms scale. To
+    keep it means to write it to main memory, and each group reads it from there. Instead each group
+    makes it again, a block at a time, and it never exists as a whole.
 """
 
 from __future__ import annotations
@@ -39,13 +45,24 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 _BLOCK_ENTRIES = 1 << 16  # entries of a block, for each thread
+_COLUMN_ENTRIES = 1 << 18  # of a block of columns, whose rows are short
 # Tiling is worth it from so many entries on: of a result that does not fit in the caches, and of
 # all intermediate results together.
-_LARGE, _WORTH = 1 << 22, 1 << 25
+_LARGE, _WORTH = 1 << 21, 6 << 20
+_LEAST_SPARED = 2  # intermediate results that are not written to main memory, or not read from it
+_MOST_REMADE = 3  # operators that make a tensor again
+_SMALL = 8  # what these read is at most this part of the tensor
 _VECTORS = 128  # entries that a kernel takes at a time at most
 _OUT_OF_PLACE = {there: new for new, there in IN_PLACE.items()}
 _WITH_OUT = {op: getattr(torch.ops.aten, op._opname).out for op in IN_PLACE}
 _CPU = torch.device("cpu")
+# Operators that take less time than their result takes to come from main memory.
+_CHEAP = {
+    op
+    for new, there in IN_PLACE.items()
+    for op in (new, there)
+    if new._opname in {"neg", "abs", "relu", "add", "sub", "mul", "div"}
+}
 _SUMS = frozenset({torch.ops.aten.sum.dim_IntList})
 
 
@@ -54,23 +71,25 @@ def tile_pointwise(
 ) -> Sequence[OpNode]:
     """Return the operators of a subgraph, with some as one that takes its tensors in blocks."""
     program, nodes, _, results = graph
-    parts: list[Sequence[OpNode]] = []  # in reverse order
-    read = {*results}
-    for found in reversed(_group_operators(program, nodes)):
-        shape, group = found.shape, found.nodes
-        made = [n for node in group for n in node.makes()]
-        wanted = [n for n in made if n in read]
-        cut = None
-        # What the blocks make and sum is not read from main memory.
-        summed = {n for node in group if node.op in _SUMS for n in node.reads()}
-        spared = len(made) - len(wanted) + len(summed.intersection(made))
-        if shape is not None and spared * prod(shape) >= _WORTH:
-            cut = _choose_tiling(program, shape, group, found.dim)
-        read.update(n for node in group for n in node.reads())
-        parts.append(
-            group if cut is None else [_make_tiled_node(program, group, wanted, cut, compile_part)]
-        )
-    return [node for part in reversed(parts) for node in part]
+    groups = _group_operators(program, nodes)
+    if all(group.shape is None for group in groups):
+        return nodes
+    kept = _rematerialize(program, groups, {*results})
+    return [node for group in groups for node in _tile_group(program, group, kept, compile_part)]
+
+
+def _tile_group(
+    program: Program, group: _OpGroup, kept: set[int], compile_part: Callable
+) -> Sequence[OpNode]:
+    """Return the operators of a group, as one that takes its tensors in blocks if that is faster.
+
+    ``kept`` has the values that other groups read, and the results.
+    """
+    cut = _choose_tiling(program, group, group.nodes, kept)
+    if cut is None:
+        return group.nodes
+    wanted = [n for node in group.nodes for n in node.makes() if n in kept - group.remade]
+    return [_make_tiled_node(program, group.nodes, wanted, cut, compile_part)]
 
 
 def _group_operators(program: Program, nodes: Sequence[OpNode]) -> list[_OpGroup]:
@@ -105,7 +124,8 @@ class _OpGroup:
 
     def __init__(self, roots: list[int], shape: Shape | None) -> None:
         self.roots, self.shape = roots, shape
-        self.nodes: list[OpNode] = []
+        self.nodes: list[OpNode] = []  # first those that make what is made again
+        self.remade: set[int] = set()  # what an earlier group has made too
         self.made: set[int] = set()
         self.read: set[int] = set()
         self.dim: int | None = None
@@ -128,6 +148,23 @@ class _OpGroup:
         self.nodes.append(node)
         self.made.update(self.roots[n] for n in (*node.makes(), *node.writes()))
         self.read.update(self.roots[n] for n in node.reads())
+
+    def drop_unread(self, steps: Sequence[OpNode], kept: set[int]) -> None:
+        """Drop the ``steps`` whose results neither this group nor another one reads any more."""
+        unread = {step.outs for step in steps} - kept
+        nodes = []
+        for node in reversed(self.nodes):
+            if node.outs not in unread:
+                nodes.append(node)
+                unread.difference_update(node.reads())
+        self.nodes = nodes[::-1]
+        self.remade -= unread
+
+    def list_inputs(self) -> list[int]:
+        """Return what the group reads and does not make."""
+        if self.shape is None:  # an in-place operator makes what it reads
+            return [*self.nodes[0].reads()]
+        return _list_inputs(self.nodes)
 
     def conflicts_with(self, node: OpNode) -> bool:
         """True if a node depends on the group: by a read after write, or a write after either."""
@@ -177,6 +214,85 @@ def _find_split_dim(program: Program, node: OpNode) -> int | None:
     return 1 if rank > 1 and summed == {0} else None
 
 
+def _rematerialize(program: Program, groups: list[_OpGroup], results: set[int]) -> set[int]:
+    """Let groups make again what is cheaper to make than to keep, see NOTE [rematerialization].
+
+    Return the values that are kept: the results, and what a group reads of another.
+    """
+    kept = results.union(*(group.list_inputs() for group in groups))
+    for i, maker in enumerate(groups):
+        for n in [] if maker.shape is None else [node.outs for node in maker.nodes]:
+            steps = _find_steps(program, maker, n) if n in kept and n not in results else []
+            if steps and _insert_steps(program, groups[i:], steps, kept - {n}):
+                kept = results.union(*(group.list_inputs() for group in groups))
+                maker.drop_unread(steps, kept)
+    return kept
+
+
+def _find_steps(program: Program, maker: _OpGroup, n: int) -> list[OpNode]:
+    """Return the operators that make a value of small ones, none if that is not cheap."""
+    needed, steps = {n}, []
+    for node in reversed(maker.nodes):
+        if node.outs in needed:
+            steps.append(node)
+            needed.update(m for m in node.reads() if not _is_small(program, m, maker.shape))
+    is_cheap = len(steps) <= _MOST_REMADE and all(node.op in _CHEAP for node in steps)
+    is_whole = needed == {node.outs for node in steps}
+    # Out of place: other steps that are made again may read the same operand.
+    return [*map(_make_out_of_place, reversed(steps))] if is_cheap and is_whole else []
+
+
+def _is_small(program: Program, n: int, shape: Shape) -> bool:
+    return program.values[n].layout.storage_entries * _SMALL <= prod(shape)
+
+
+def _insert_steps(
+    program: Program, groups: list[_OpGroup], steps: list[OpNode], kept: set[int]
+) -> bool:
+    """Let all groups that read the result of ``steps`` make it again; return False if one cannot.
+
+    The first group has made it. What an operator in between writes into the memory that the steps
+    read, it writes into new memory.
+    """
+    maker = groups[0]
+    readers = [group for group in groups[1:] if steps[-1].outs in group.list_inputs()]
+    found = []
+    for group in readers:
+        made = {n for node in group.nodes for n in node.makes()}
+        new = [step for step in steps if step.outs not in made]
+        count = len(group.remade)
+        nodes = [*group.nodes[:count], *new, *group.nodes[count:]]
+        found.append((nodes, group.remade.union(step.outs for step in new)))
+        if group.shape != maker.shape or _choose_tiling(program, group, nodes, kept) is None:
+            return False
+    between = [node for group in groups[: groups.index(readers[-1])] for node in group.nodes]
+    made = [step.outs for step in steps]
+    if not all(_has_new_result(program, x) for x in _find_writers(program, between, made)):
+        return False  # it is no longer what the steps have made
+    writers = _find_writers(program, between, _list_inputs(steps))
+    if not all(_has_new_result(program, node) for node in writers):
+        return False
+    for group, (nodes, remade) in zip(readers, found, strict=True):
+        group.nodes, group.remade = nodes, remade
+    changed = set(map(id, writers))
+    for group in groups if writers else []:
+        group.nodes = [_make_out_of_place(x) if id(x) in changed else x for x in group.nodes]
+    return True
+
+
+def _find_writers(program: Program, nodes: Sequence[OpNode], values: Sequence[int]) -> list[OpNode]:
+    """Return the operators that write into the memory of some values."""
+    roots = program.find_roots()
+    memory = {roots[n] for n in values}
+    return [node for node in nodes if not memory.isdisjoint(roots[n] for n in node.writes())]
+
+
+def _has_new_result(program: Program, node: OpNode) -> bool:
+    """True for an in-place operator that a pass has made: its result is not its operand."""
+    is_new = node.op in _OUT_OF_PLACE and node.outs not in node.reads()
+    return is_new and program.values[node.outs].root == node.outs
+
+
 class _Tiling:
     """A way to split values of a shape: into ``size`` rows along ``dim``, or as flat entries."""
 
@@ -199,29 +315,39 @@ class _Tiling:
 
 
 def _choose_tiling(
-    program: Program, shape: Shape, group: list[OpNode], summed: int | None
+    program: Program, group: _OpGroup, nodes: list[OpNode], kept: set[int]
 ) -> _Tiling | None:
-    """The way to split a group's values, None where blocks would not keep each bit.
+    """Return the way to split the values of a group's operators.
 
-    ``summed`` is the dim that has to be split for sums.
+    None is returned where blocks gain nothing, and where they would not keep each bit.
     """
+    shape = group.shape
+    if shape is None or _count_spared(nodes, kept) < max(_LEAST_SPARED, _WORTH / prod(shape)):
+        return None
     threads = torch.get_num_threads()
     whole = _VECTORS * threads
     if threads > 1 and prod(shape) % whole:
         return None
-    if summed == 1:
+    if group.dim == 1:
         return _choose_columns(shape, threads)
-    given = [program.values[n].layout for n in _list_inputs(group)]
+    given = [program.values[n].layout for n in _list_inputs(nodes)]
     flat = all(v.shape in ((), (1,)) or (v.shape == shape and v.is_dense) for v in given)
-    flat = flat and summed is None  # what is summed stays whole
+    flat = flat and group.dim is None  # what is summed stays whole
     dim = next(i for i, size in enumerate(shape) if size > 1)
     row = 1 if flat else prod(shape[dim + 1 :])
     step = whole // gcd(whole, row)  # rows that fill whole vectors
     size = _BLOCK_ENTRIES * threads // row // step * step
     rows = prod(shape) // row
-    if summed == 0 and (size < 2 or rows % size == 1):
+    if group.dim == 0 and (size < 2 or rows % size == 1):
         return None  # threads share the sum of a single row
     return _Tiling(shape, dim, size, flat=flat) if 0 < size < rows else None
+
+
+def _count_spared(nodes: list[OpNode], kept: set[int]) -> int:
+    """Count values that need not be written to main memory, and those that sums need not read."""
+    made = [n for node in nodes for n in node.makes()]
+    summed = {n for node in nodes if node.op in _SUMS for n in node.reads()}
+    return sum(n not in kept for n in made) + len(summed.intersection(made))
 
 
 def _choose_columns(shape: Shape, threads: int) -> _Tiling | None:
@@ -231,8 +357,8 @@ def _choose_columns(shape: Shape, threads: int) -> _Tiling | None:
     """
     column = prod(shape[2:])
     step = _VECTORS // gcd(_VECTORS, column)
-    size = max(_BLOCK_ENTRIES // (shape[0] * column) // step, 1) * step
-    fits = size * column * shape[0] <= 4 * _BLOCK_ENTRIES
+    size = max(_COLUMN_ENTRIES // (shape[0] * column) // step, 1) * step
+    fits = size * column * shape[0] <= _COLUMN_ENTRIES
     is_whole = threads == 1 and column * shape[1] % _VECTORS == 0
     return _Tiling(shape, 1, size, flat=False) if fits and is_whole and size < shape[1] else None
 
@@ -248,7 +374,10 @@ def _make_tiled_node(
     read = _list_inputs(group)
     first = {n for n in read if cut.is_split(program.values[n].layout)}
     given = sorted(read, key=lambda n: n not in first)
-    own = [_make_out_of_place(node, read) for node in group]
+    own = [
+        _make_out_of_place(node) if node.writes() and node.args[0].n in read else node
+        for node in group
+    ]
     whole = {n for n in wanted if program.values[n].layout.shape == cut.shape}
     own = [_write_to_place(node) if node.outs in whole else node for node in own]
     placed = [node.outs for node in own if "out" in node.kwargs]
@@ -259,12 +388,8 @@ def _make_tiled_node(
     return FusedNode(run, tuple(map(Ref, given)), {}, results, [])
 
 
-def _make_out_of_place(node: OpNode, read: list[int]) -> OpNode:
-    """The operator out of place where it writes into an input, which other blocks may read."""
-    a = node.args[0]
-    if node.op not in _OUT_OF_PLACE or a.n not in read:
-        return node
-    return OpNode(_OUT_OF_PLACE[node.op], node.args, node.kwargs, node.outs)
+def _make_out_of_place(node: OpNode) -> OpNode:
+    return OpNode(_OUT_OF_PLACE.get(node.op, node.op), node.args, node.kwargs, node.outs)
 
 
 def _write_to_place(node: OpNode) -> OpNode:
