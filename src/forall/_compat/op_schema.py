@@ -29,12 +29,20 @@ class OperatorFacts(NamedTuple):
     dynamic: bool  # result shape or Python value depends on data
     names: tuple[str, ...]
     statistics: StatisticsArgs | None  # running statistics that it may write into
-    writes: bool  # True if it may write into any argument
     into_lists: bool  # True if it writes into tensors of a list
     foreign: bool  # a library's; forward mode ignores it, and its tangents come out as zeros
     is_collective: bool  # torch.distributed's: all processes of a group take part in one call
     communicates: bool  # as that, or an operator of ours between the ranks of a mesh
-    has_effect: bool  # each call of it counts: it draws, or communicates
+
+    @property
+    def writes(self) -> bool:
+        """True if the operator may write into any argument."""
+        return bool(self.mutates) or self.statistics is not None
+
+    @property
+    def has_effect(self) -> bool:
+        """True if each call counts, since the operator draws or communicates."""
+        return self.seeded or self.communicates
 
 
 _TORCHS = ("aten", "prims", "prim", "forall")
@@ -87,7 +95,6 @@ def get_facts(func: Any) -> OperatorFacts:
     )
     names = tuple(a.name for a in schema.arguments)
     tags = func.tags
-    communicates = func.namespace in _COLLECTIVES or str(func).startswith(_BETWEEN_RANKS)
     name = func.overloadpacket.__name__
     unsaid = func.namespace == "aten" and name in _STATISTICS
     asked = _STATISTICS[name] if unsaid else None
@@ -104,15 +111,13 @@ def get_facts(func: Any) -> OperatorFacts:
         dynamic=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         names=names,
         statistics=StatisticsArgs(running, flag) if running else None,
-        writes=bool(mutates or running),
         into_lists=any(
             a.alias_info is not None and a.alias_info.is_write and str(a.type).startswith("List")
             for a in schema.arguments
         ),
         foreign=func.namespace not in _TORCHS and not mutates,
         is_collective=func.namespace in _COLLECTIVES,
-        communicates=communicates,
-        has_effect=communicates or torch.Tag.nondeterministic_seeded in tags,
+        communicates=func.namespace in _COLLECTIVES or str(func).startswith(_BETWEEN_RANKS),
     )
 
 
