@@ -76,8 +76,9 @@ def check_all_come(verb: str, axis: Axis, root: Any) -> None:
 def _make_branch_error(call: str, axis: Axis, some: Any) -> AxisError:
     place = find_users_line()
     rows = [("here", str(place), place.text())]
-    if some.diverged_at is not None:
-        rows.insert(0, ("parted", str(some.diverged_at), some.diverged_at.text()))
+    test = some.examples.split_at
+    if test is not None:
+        rows.insert(0, ("parted", str(test), test.text()))
     return documented_error(AxisError, "collective-diverged")(
         f"{call}: {some.size} of {axis.local_size} examples of axis {axis.name!r} come here; the "
         f"others took another way.\n{format_columns(rows)}\n"

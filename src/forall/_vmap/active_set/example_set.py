@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from forall._compat.bitset import to_flags
 from forall._compat.dispatch_state import functions_off, no_dispatch
+
+if TYPE_CHECKING:
+    from forall._compat.call_site import SourceLine
 
 Tensor = torch.Tensor
 
@@ -24,6 +27,7 @@ class ExampleSet:
         self.members, self.size, self.whole = members, size, whole
         # The level that was split into two, in a tuple that both halves share.
         self.split_from: tuple[ref[Any]] | None = None
+        self.split_at: SourceLine | None = None  # the user's test, if the axis has a name
         self.part_order: tuple[list[int], Tensor] | None = None  # see `merge`
         # A wider set and a test of its examples: these are where the test does not hold.
         self._rest_of: tuple[ExampleSet, Tensor] | None = None

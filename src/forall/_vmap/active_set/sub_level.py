@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 
 from forall._compat.bitset import to_int
-from forall._compat.call_site import SourceLine, find_users_line
+from forall._compat.call_site import find_users_line
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._vmap.active_set.example_set import ExampleSet
 from forall._vmap.vmap_level import VmapLevel
@@ -38,7 +38,6 @@ class SubLevel(VmapLevel):
     """
 
     root: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
-    diverged_at: SourceLine | None = None  # the user's test, if the root has a named axis
 
     def __init__(self, root: VmapLevel, members: int, size: int) -> None:
         # Never a mode of its own: the root's mode asks who acts.
@@ -106,7 +105,7 @@ def split_by_test(level: Any, test: Tensor) -> tuple[Any, Any]:
     yes.examples.note_positions(own, places)
     no.examples.note_rest(own, test)
     if root.axis is not None:
-        yes.diverged_at = no.diverged_at = find_users_line()
+        yes.examples.split_at = no.examples.split_at = find_users_line()
     return yes, no
 
 
