@@ -221,7 +221,7 @@ class ContainerSlot(HeapSlot):
         if not flat:  # unknown to all of these lanes
             return
         content = flat[0][1] if len(flat) == 1 else self.join_parts(flat)
-        unchanged = [(i, i.find_unchanged(self.owner, flat)) for i in thread.iterated]
+        unchanged = [(i, i.find_unchanged(self.owner, flat)) for i in thread.copies.iterations]
         self.store_content(thread, Split(flat) if content is None else content)
         for iteration, places in unchanged:
             iteration.note_join(places)

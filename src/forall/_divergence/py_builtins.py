@@ -155,8 +155,8 @@ def _note_sources(copy: Any, values: Iterable[Any]) -> Any:
     lists = []
     for value in values:
         lists += subscripts.lists_in(value)
-        lists += thread.made_of.get(id(value), ())[1:]
-    thread.made_of[id(copy)] = [copy, *lists]
+        lists += thread.copies.find_sources(value)
+    thread.copies.note_copy(copy, lists)
     return copy
 
 

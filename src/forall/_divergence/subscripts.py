@@ -310,9 +310,9 @@ class _Unchanged:
 
     def __init__(self, made: Any) -> None:
         own = lists_in(made) if type(made) is Varying else [made]
-        containers = [*thread.made_of.get(id(made), ())[1:], *own]
+        containers = [*thread.copies.find_sources(made), *own]
         self.before = [(c, _contents(c)) for c in containers]
-        thread.iterated.add(self)
+        thread.copies.iterations.add(self)
 
     def check(self) -> None:
         """Raise `Unsplittable` if a container has changed for lanes that still go through it."""

@@ -31,6 +31,27 @@ class LibraryUse:
         self.were_called = False
 
 
+class ContainerCopies:
+    """Copies of containers through which converted code steps, as ``zip`` makes them.
+
+    Python would step through the containers themselves, and would see that these have changed.
+    """
+
+    def __init__(self) -> None:
+        # By the id of a copy: the copy, which keeps the id its own, and the copied containers.
+        self.sources: dict[int, list[Any]] = {}
+        # Iterations under way, which have to hear of joins: see `subscripts`.
+        self.iterations: WeakSet[Any] = WeakSet()
+
+    def note_copy(self, copy: Any, sources: list[Any]) -> None:
+        """Note the containers that a copy was made of."""
+        self.sources[id(copy)] = [copy, *sources]
+
+    def find_sources(self, value: Any) -> list[Any]:
+        """Return the containers that a value was made of; none if it is no copy."""
+        return self.sources.get(id(value), [])[1:]
+
+
 class ThreadState(threading.local):
     """The state of one thread.
 
@@ -52,11 +73,7 @@ class ThreadState(threading.local):
         self.runs = 0  # the depth of converted calls that were entered from outside
         self.libraries = LibraryUse(are_converted=False)
         self.ran_again: dict[Any, Any] = {}  # unconverted functions in which lanes diverged: why
-        self.made_of: dict[
-            int, list[Any]
-        ] = {}  # by the id of a copy: the copy, and the containers that it was made of
-        # iterations through containers, which have to hear of joins: see `subscripts`
-        self.iterated: WeakSet[Any] = WeakSet()
+        self.copies = ContainerCopies()
         self.loosened: dict[Any, HeapSlot] = {}  # slots in which varying values were left
 
     def run_only(self, world: Any) -> None:
@@ -233,7 +250,7 @@ def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
 class ConvertedRun:
     """Context in which a function runs converted. Its exit restores the state of the thread."""
 
-    __slots__ = ("made_of", "strict", "t", "was")
+    __slots__ = ("sources", "strict", "t", "was")
 
     def __init__(self, *, strict: bool) -> None:
         self.strict = strict
@@ -241,8 +258,8 @@ class ConvertedRun:
     def __enter__(self) -> None:
         t = self.t = thread
         self.was = (t.top, len(t.entered), t.parted, t.loose, dict(t.mixed), t.loosened)
-        self.made_of = t.made_of
-        t.made_of = dict(t.made_of)
+        self.sources = t.copies.sources
+        t.copies.sources = dict(self.sources)
         t.loosened, t.failed = {}, None
         t.runs += 1
 
@@ -251,7 +268,7 @@ class ConvertedRun:
         top, depth, parted, loose, mixed, loosened = self.was
         left = [*t.loosened.values(), *(s for s, split in t.mixed.values() if s.key not in mixed)]
         t.loosened = {}
-        t.made_of = self.made_of  # what this run noted holds lists, which need not outlive it
+        t.copies.sources = self.sources  # this run's hold lists, which need not outlive it
         try:
             if kind is None and left and self.strict:
                 refuse_to_leave(t, left)
