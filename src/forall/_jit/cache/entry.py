@@ -75,6 +75,16 @@ class ProgramTraits(NamedTuple):
         return cls(asks, may_fail, draws, writes, communicates)
 
 
+class FastTests(NamedTuple):
+    """Generated tests of a call's arguments, which an entry makes from a call that it serves."""
+
+    glance: Callable  # includes the guards, if these can be tested as fast
+    like: Callable  # of the arguments alone
+
+
+_NO_TESTS = FastTests(_is_never, _is_never)
+
+
 class CacheEntry:
     """A cache entry: a program, and the tests that tell whether it serves a call."""
 
@@ -96,7 +106,7 @@ class CacheEntry:
         self.build = itemgetter(0) if results.is_single_tensor() else results.build_tree
         self.overlaps = overlaps
         self._is_plain = not (self.traits.asks or overlaps.may_vary(self.traits))
-        self._like = self._glance = _is_never
+        self._fast_tests = _NO_TESTS
 
     def serves_at_a_glance(
         self,
@@ -109,9 +119,10 @@ class CacheEntry:
 
         For positional tensors alone, the test includes that no transform or mode is active.
         """
+        tests = self._fast_tests
         return (
-            self._glance(outline, leaves, tensors, nodes)
-            or (self._like(outline, leaves, tensors, nodes) and self.guards.hold())
+            tests.glance(outline, leaves, tensors, nodes)
+            or (tests.like(outline, leaves, tensors, nodes) and self.guards.hold())
         ) and (self._is_plain or self.is_current(tensors, nodes))
 
     def make_fast_test(
@@ -123,13 +134,15 @@ class CacheEntry:
     ) -> None:
         """Generate the fast test from a call that this entry serves."""
         if (
-            self._like is _is_never
+            self._fast_tests is _NO_TESTS
             and (tests := make_fast_tests(outline, leaves, tensors)) is not None
         ):
             tests = FREE_TESTS + tests if type(outline) is int else tests
             tests += self.overlaps.make_fast_tests(tensors, nodes)
-            self._like = tests.compile_tests(_CALL)
-            self._glance = (tests + self.guards.get_fast_tests()).compile_tests(_CALL)
+            self._fast_tests = FastTests(
+                glance=(tests + self.guards.get_fast_tests()).compile_tests(_CALL),
+                like=tests.compile_tests(_CALL),
+            )
 
     def serves_call(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         """True if the entry serves a call with these arguments, which have its key."""
