@@ -20,7 +20,7 @@ from forall._jit.graph import Layout, OpNode, Ref
 from forall._jit.passes.view_chains import is_pure_view
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from forall._jit.graph import Program
 
@@ -55,6 +55,69 @@ class Factor(NamedTuple):
     rest: tuple = ()  # the operator's other arguments
 
 
+class Atoms:
+    """The atoms of a contraction by number: their sizes, and the parts of those that were split."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.parts: dict[int, list[int]] = {}
+
+    def add_atom(self, size: int) -> list[int]:
+        """Add an atom of this size, and return it in a list, which is empty for size 1."""
+        self.sizes.append(size)
+        return [len(self.sizes) - 1] if size > 1 else []
+
+    def expand(self, atoms: Sequence[int]) -> list[int]:
+        """Return the atoms of a dim, with atoms that were split replaced by their parts."""
+        return [b for a in atoms for b in (self.expand(self.parts[a]) if a in self.parts else [a])]
+
+    def count_entries(self, atoms: Iterable[int]) -> int:
+        """Return the number of entries of a tensor with these atoms."""
+        return prod(self.sizes[a] for a in atoms)
+
+    def split(self, atoms: list[int], sizes: list[int]) -> list[list[int]] | None:
+        """Split atoms, outermost first, into parts of these sizes, innermost part first.
+
+        None where a size is not a product of atoms and of parts of one.
+        """
+        atoms, parts = atoms[:], []
+        for size in sizes:
+            part: list[int] = []
+            while size > 1:
+                a = atoms.pop()
+                have = self.sizes[a]
+                if size % have == 0:
+                    part.insert(0, a)
+                    size //= have
+                elif have % size == 0:
+                    outer, inner = self.add_atom(have // size), self.add_atom(size)
+                    self.parts[a] = outer + inner
+                    part[:0] = inner
+                    atoms += outer
+                    size = 1
+                else:
+                    return None
+            parts.append(part)
+        return parts
+
+    def join_parts(self, given: Layout, found: dict) -> Dims | None:
+        """Return the dims of a base, or None if its parts do not make up each of them.
+
+        ``found`` has the parts of each dim, with the number of entries that lie inside each.
+        """
+        dims: Dims = []
+        for i, size in enumerate(given.shape):
+            parts, reach = sorted(found.get(i, [])), 1
+            for f, part in parts:
+                if f != reach:
+                    return None
+                reach *= self.count_entries(part)
+            if reach != size:
+                return None
+            dims.append([a for _, part in reversed(parts) for a in part])
+        return dims
+
+
 class Contraction:
     """One product of matrices or sum as a contraction of factors, and the operators it replaces.
 
@@ -67,35 +130,28 @@ class Contraction:
     ) -> None:
         self.program, self.makers, self.through_shared = program, makers, through_shared
         self.kept: list[OpNode] = []
-        self.sizes: list[int] = []
-        self.parts: dict[int, list[int]] = {}
+        self.atoms = Atoms()
         self.factors: list[Factor] = []
         self.steps = 0
-        self.nodes, self.is_sum = [node], node.op in SUMS
+        self.nodes = [node]
         shapes = [program.values[n].layout.shape for n in node.reads()]
         *given, out, summed = _name_dims(node, len(shapes[0]))
         dims: dict[Any, list[int]] = {}
         for names, shape in zip(given, shapes, strict=True):
-            dims |= {d: self._new_atoms(size) for d, size in zip(names, shape, strict=True)}
+            dims |= {d: self.atoms.add_atom(size) for d, size in zip(names, shape, strict=True)}
         ends = []
         for names, n in zip(given, node.reads(), strict=True):
             self._add_factors(n, [dims[d] for d in names], alone=True)
             ends.append(len(self.factors))
         self.out, self.summed = (
-            [a for d in ds for a in self.expand_atoms(dims[d])] for ds in (out, summed)
+            [a for d in ds for a in self.atoms.expand(dims[d])] for ds in (out, summed)
         )
-        self.factors = [f._replace(dims=[*map(self.expand_atoms, f.dims)]) for f in self.factors]
+        self.factors = [f._replace(dims=[*map(self.atoms.expand, f.dims)]) for f in self.factors]
         self.halves: Halves = self.factors[: ends[0]], self.factors[ends[0] :]  # of the operands
 
-    def _new_atoms(self, size: int) -> list[int]:
-        self.sizes.append(size)
-        return [len(self.sizes) - 1] if size > 1 else []
-
-    def expand_atoms(self, atoms: Sequence[int]) -> list[int]:
-        """The atoms of a dim, with atoms that were split replaced by their parts."""
-        return [
-            b for a in atoms for b in (self.expand_atoms(self.parts[a]) if a in self.parts else [a])
-        ]
+    @property
+    def is_sum(self) -> bool:
+        return self.nodes[0].op in SUMS
 
     def _add_factors(self, n: int, dims: Dims, *, alone: bool) -> None:
         """Add the factors of a value; with ``alone``, no operator outside the product reads it."""
@@ -199,50 +255,12 @@ class Contraction:
                     return None
                 spots.append((i, f, q))
                 rest, here = rest // q, here * q
-            parts = self._split_atoms(self.expand_atoms(atoms), [q for *_, q in spots])
+            parts = self.atoms.split(self.atoms.expand(atoms), [q for *_, q in spots])
             if parts is None:
                 return None
             for (i, f, _), part in zip(spots, parts, strict=True):
                 found.setdefault(i, []).append((f, part))
-        return self._join_parts(given, found)
-
-    def _join_parts(self, given: Layout, found: dict) -> Dims | None:
-        dims: Dims = []
-        for i, size in enumerate(given.shape):
-            parts, reach = sorted(found.get(i, [])), 1
-            for f, part in parts:
-                if f != reach:
-                    return None
-                reach *= prod(self.sizes[a] for a in part)
-            if reach != size:
-                return None
-            dims.append([a for _, part in reversed(parts) for a in part])
-        return dims
-
-    def _split_atoms(self, atoms: list[int], sizes: list[int]) -> list[list[int]] | None:
-        """Split atoms, outermost first, into parts of these sizes, innermost part first.
-
-        None where a size is not a product of atoms and of parts of one.
-        """
-        atoms, parts = atoms[:], []
-        for size in sizes:
-            part: list[int] = []
-            while size > 1:
-                a = atoms.pop()
-                have = self.sizes[a]
-                if size % have == 0:
-                    part.insert(0, a)
-                    size //= have
-                elif have % size == 0:
-                    outer, inner = self._new_atoms(have // size), self._new_atoms(size)
-                    self.parts[a] = outer + inner
-                    part[:0] = inner
-                    atoms += outer
-                    size = 1
-                else:
-                    return None
-            parts.append(part)
-        return parts
+        return self.atoms.join_parts(given, found)
 
 
 def _find_stride_dim(given: Layout, stride: int) -> int | None:

@@ -141,9 +141,7 @@ def _split_factors(product: Contraction) -> Iterator[Halves]:
         halves: tuple[list[Factor], list[Factor]] = [], []
         for i, several in enumerate(alike.values()):
             halves[mask >> i & 1].extend(several)
-        min(halves, key=lambda half: prod(product.sizes[a] for a in _collect_atoms(half))).extend(
-            loose
-        )
+        min(halves, key=lambda half: _count_entries(product, half)).extend(loose)
         yield halves
 
 
@@ -172,12 +170,16 @@ def _split_by_summed(product: Contraction) -> list[list[Factor]]:
         fitting = [g for g in found if _collect_atoms([f]) <= _collect_atoms(g)]
         if not fitting:
             return []
-        min(fitting, key=lambda g: prod(product.sizes[a] for a in _collect_atoms(g))).append(f)
+        min(fitting, key=lambda group: _count_entries(product, group)).append(f)
     return found if all(map(_has_first_factor, found)) else []
 
 
 def _collect_atoms(factors: Iterable[Factor]) -> set[int]:
     return {a for f in factors for dim in f.dims for a in dim}
+
+
+def _count_entries(product: Contraction, factors: Iterable[Factor]) -> int:
+    return product.atoms.count_entries(_collect_atoms(factors))
 
 
 def _has_first_factor(factors: Sequence[Factor]) -> bool:
@@ -320,13 +322,13 @@ class ProductBuilder:
         y = self.add_node(aten.transpose.int, Ref(y), -2, -1)
         n = self.add_node(aten.bmm.default if both else aten.mm.default, Ref(x), Ref(y))
         order = both + rows + columns
-        n = self._reshape_to(n, [self.product.sizes[a] for a in order])
+        n = self._reshape_to(n, [self.product.atoms.sizes[a] for a in order])
         n = self._permute_dims(n, [order.index(a) for a in out])
         return self._finish(n, wanted)
 
     def multiply_sums(self, groups: Sequence[Sequence[Factor]], wanted: Layout) -> bool:
         """Append a product of sums, one of each group; return False if its layout is another."""
-        k, out, sizes = self.product.summed, self.product.out, self.product.sizes
+        k, out, sizes = self.product.summed, self.product.out, self.product.atoms.sizes
         sums = []
         for factors in groups:
             mine = _collect_atoms(factors)
@@ -349,19 +351,19 @@ class ProductBuilder:
 
     def _build_half(self, factors: Sequence[Factor], both: list, free: list, k: list) -> int:
         """Append the product of a half's factors, of shape (rows, k) or (batch, rows, k)."""
-        sizes = self.product.sizes
+        atoms = self.product.atoms
         largest = max(filter(_is_tensor, factors), key=self._count_entries)
         inner = self._sums_innermost(largest, k)
         n = self._multiply_factors(factors, both + (free + k if inner else k + free))
-        rows, deep = (prod(sizes[a] for a in atoms) for atoms in (free, k))
-        batch = [prod(sizes[a] for a in both)] if both else []
+        rows, deep = map(atoms.count_entries, (free, k))
+        batch = [atoms.count_entries(both)] if both else []
         if inner:
             return self._reshape_to(n, [*batch, rows, deep])
         n = self._reshape_to(n, [*batch, deep, rows])
         return self.add_node(aten.transpose.int, Ref(n), -2, -1)
 
     def _count_entries(self, f: Factor) -> int:
-        return prod(self.product.sizes[a] for a in _collect_atoms([f]))
+        return _count_entries(self.product, [f])
 
     def _multiply_factors(self, factors: Sequence[Factor], order: Sequence[int]) -> int:
         """Append the product of factors, with a dim for each index in ``order``."""
@@ -388,7 +390,7 @@ class ProductBuilder:
 
     def _arrange_dims(self, f: Factor, order: Sequence[int]) -> int:
         """Append a factor with a dim for each index in ``order``, of size 1 where it lacks one."""
-        sizes, n = self.product.sizes, f.value.n
+        sizes, n = self.product.atoms.sizes, f.value.n
         atoms = [a for dim in f.dims for a in dim]
         n = self._reshape_to(n, [sizes[a] for a in atoms])
         mine = [a for a in order if a in atoms]
