@@ -85,7 +85,7 @@ def record_backward(
     places = sorted(moved.values())
     if recorder.why is not None or not moved:
         return None
-    ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.traced.captured.items()]
+    ways = [*zip(recorder.traced.inputs, inputs, strict=True), *recorder.traced.captured.items()]
     # A tensor in two places is one, with one gradient, in every call of the kind.
     wanted = [*{id(t): (n, t) for n, t in reversed(ways) if _wants_grad(t)}.values()][::-1]
     asked_of = {*asked.live}
@@ -95,7 +95,7 @@ def record_backward(
     if recorder.why is not None:
         return None
     cotangents = [torch.ones_like(ends[i]) for i in live]
-    numbers = [recorder.add_input(c) for c in cotangents]
+    numbers = [recorder.traced.add(c) for c in cotangents]
     first = len(recorder.nodes)
     with activate_tracer(recorder), recorder.halt_when_late():
         found = _run_backward(

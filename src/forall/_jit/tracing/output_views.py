@@ -64,7 +64,7 @@ class _OutputBaseFinder:
         self.makers = {n: node for node in recorder.nodes for n in node.makes()}
         self.written = {self.roots[n] for node in recorder.nodes for n in node.writes()}
         self.sharing = Counter(self.roots[n] for n in self.results)
-        self.outside = {*recorder.inputs, *recorder.traced.captured}
+        self.outside = {*recorder.traced.inputs, *recorder.traced.captured}
         self.given: list[int] = []
         self.ends: dict[int, tuple[Tensor, tuple[int, bool]]] = {}
         self.nodes: dict[int, OpNode] = {}

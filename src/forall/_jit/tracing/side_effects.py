@@ -160,9 +160,9 @@ class SideEffectMode(TorchFunctionMode):
             self.recorder.stop_recording(TORCHS)
         elif isinstance(func, _OPERATORS) and is_python_composite(func):
             self.recorder.stop_recording(f"{func} is a function in Python that nothing leads to")
-        elif func in TELLS and self.recorder.is_from_outside(args[0]):
+        elif func in TELLS and self.recorder.traced.is_from_outside(args[0]):
             self.recorder.stop_recording(TELLING)
-        elif func in _UNSEEN_CALLS or (changes and self.recorder.is_from_outside(args[0])):
+        elif func in _UNSEEN_CALLS or (changes and self.recorder.traced.is_from_outside(args[0])):
             named = getattr(func, "__self__", func)  # the descriptor of an attribute
             self.recorder.stop_recording(
                 f"{getattr(named, '__name__', func)} is seen by no operator"

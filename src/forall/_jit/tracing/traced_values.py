@@ -12,6 +12,8 @@ from forall._compat.storage import get_storage_id, has_memory
 from forall._jit.graph import Layout, Value
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -36,7 +38,9 @@ class TracedValues:
     def __init__(self, known: dict[int, torch.Tensor]) -> None:
         self.known = known
         self.values: list[Value] = []
+        self.inputs: list[int] = []  # these come first
         self.captured: dict[int, torch.Tensor] = {}
+        self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.aliases: set[int] = set()  # results that were given a value of their own
         self._numbers: dict[int, int] = {}  # values by the id of a tensor, while that lives
         self._tensors: list[weakref.ref] = []
@@ -46,6 +50,19 @@ class TracedValues:
         for t in known.values():
             if has_memory(t):
                 self._known_at.setdefault((get_storage_id(t), Layout.from_tensor(t)), []).append(t)
+
+    def add_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Enter the arguments of the call."""
+        self.inputs += [self.add(t) for t in inputs]
+
+    def add_constant(self, t: torch.Tensor) -> None:
+        """Enter a tensor that is the same in each call."""
+        self.constants[self.add(t)] = t.clone()
+
+    def is_from_outside(self, t: torch.Tensor) -> bool:
+        """True if a tensor was there before the call, or its origin is unknown."""
+        n = self.find(t) if has_memory(t) else -1
+        return n is None or 0 <= n < len(self.inputs) or n in self.captured
 
     def get_tensor(self, n: int) -> torch.Tensor | None:
         """The tensor of a value, None if it does not live any more."""

@@ -145,16 +145,15 @@ class Tracer(DispatchMode):
         self.until = until  # the deadline of the recording
         self.operators = 0  # that were called so far
         self.traced = TracedValues(known)
+        self.traced.add_inputs(inputs)
         self.notes = TraceNotes()
         self.nodes: list[OpNode] = []
-        self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
         self.place: SourceLine | None = None  # the user's line that is the reason
         self.given: Any = None  # function, args and kwargs of the torch call that is under way
         self._draws = RecordedDraws(inputs, generators)
         self._phase: _Phase | None = None
         self._inference = torch.is_inference_mode_enabled()
-        self.inputs = [self.traced.add(t) for t in inputs]  # these come first
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -278,17 +277,12 @@ class Tracer(DispatchMode):
         if self.why is None:
             self.why = why
             self.place = find_users_line() if self._phase is _Phase.ANSWERS else None
-        self.nodes, self.constants = [], {}
+        self.nodes, self.traced.constants = [], {}
 
     def add_hidden_constant(self, t: torch.Tensor) -> None:
         """Enter a tensor of our own as a constant: it is the same in each call, unseen by modes."""
         if self.why is None:
-            self.constants[self.traced.add(t)] = t.clone()
-
-    def is_from_outside(self, t: torch.Tensor) -> bool:
-        """True if a tensor was there before the call, or its origin is unknown."""
-        n = self.traced.find(t) if has_memory(t) else -1
-        return n is None or 0 <= n < len(self.inputs) or n in self.traced.captured
+            self.traced.add_constant(t)
 
     def make_program(self, outputs: Iterable[torch.Tensor | int]) -> Program | None:
         """The recorded program with these results; None where ``why`` is the reason against it."""
@@ -296,24 +290,21 @@ class Tracer(DispatchMode):
             self.stop_recording(_SEED)
         numbers = [t if isinstance(t, int) else self.add_result(t) for t in outputs]
         found = [n for n in numbers if n is not None]
-        seen = (*found, *self.inputs, *self.traced.captured)
-        if self.why is None and reads_uninitialized(self.nodes, self.traced.values, seen):
+        traced = self.traced
+        seen = (*found, *traced.inputs, *traced.captured)
+        if self.why is None and reads_uninitialized(self.nodes, traced.values, seen):
             self.stop_recording("memory is written where no operator tells")
         if self.why is not None:
             return None
-        synchronize_devices(self.constants.values())
+        synchronize_devices(traced.constants.values())
         return Program(
-            values=self.traced.values,
-            inputs=self.inputs,
-            captured=self.traced.captured,
-            constants=self.constants,
+            values=traced.values,
+            inputs=traced.inputs,
+            captured=traced.captured,
+            constants=traced.constants,
             nodes=self.nodes,
             outputs=found,
         )
-
-    def add_input(self, t: torch.Tensor) -> int:
-        """Enter a tensor from outside as a value, in whose place later calls have other tensors."""
-        return self.traced.add(t)
 
     def add_result(self, t: torch.Tensor) -> int | None:
         """The value of a result, with a detach or an alias recorded where it needs its own."""
@@ -332,7 +323,7 @@ class Tracer(DispatchMode):
         """True if a value is a view of a tensor from outside that requires grad."""
         root = self.traced.values[n].root
         known = self.traced.get_tensor(root)
-        return known is not None and known.requires_grad and self.is_from_outside(known)
+        return known is not None and known.requires_grad and self.traced.is_from_outside(known)
 
     def _add_alias(self, n: int, t: torch.Tensor, op: Any) -> int:
         named = self.traced.add(t, self.traced.values[n].root)
@@ -349,7 +340,7 @@ class Tracer(DispatchMode):
         hears = self._phase is _Phase.ANSWERS
         looks = fact.dynamic and not hears and _has_dynamic_shape(func, args)
         changes = known.changes
-        if changes and not self.is_from_outside(args[0]):
+        if changes and not self.traced.is_from_outside(args[0]):
             func = _AS_VIEWS.get(func, func)  # from now on the tensor is a view of its old value
             changes = torch.Tag.inplace_view in func.tags
         if known.unfit or looks or changes:
@@ -360,7 +351,7 @@ class Tracer(DispatchMode):
         ):
             self.stop_recording(_SEED)
         if known.fresh and self.traced.find(args[0]) is None:  # just made of Python numbers
-            self.constants[self.traced.add(args[0])] = args[0].clone()
+            self.traced.add_constant(args[0])
         args = tuple([self._convert_argument(a) for a in args])
         kwargs = (
             {name: self._convert_argument(a) for name, a in kwargs.items()} if kwargs else kwargs
