@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.axes import stacked_dim, stacked_dims
-from forall._vmap.rule_makers.basic import (
-    expand_to_stack,
-    loop_and_stack,
-    move_to_front,
-    wrap_results,
-)
+from forall._vmap.rule_makers.basic import expand_to_stack, wrap_results
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,24 +82,3 @@ def make_dim_handler(
 def _drop_lent_axis(out: Tensor) -> Tensor:
     """(B, 1) or (B,) -> (B,)."""
     return out.squeeze(1) if out.dim() == 2 else out
-
-
-def make_full_handler(rule: Callable, flat: bool = True) -> Callable:
-    """A handler from ``rule((B, N), *args)``: one result over all N entries of each example.
-
-    With ``flat`` off the rule takes (B, *S), of at least one dim, since flattening may copy.
-    """
-
-    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        v = move_to_front(args[0])
-        if v.dim() == 1:
-            v = v.unsqueeze(1)
-        elif flat or v.layout is not torch.strided:
-            v = v.flatten(1)
-        if 0 in v.shape[1:]:  # the operator itself answers, or refuses, for no entries
-            if level.size:
-                return loop_and_stack(level, func, args, kwargs)
-            v = v.new_empty((0, 1))
-        return wrap_results(rule(v, *args[1:], **kwargs), 0, level)
-
-    return handler

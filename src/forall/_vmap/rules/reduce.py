@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._core.axes import stacked_dim
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.registry import DIRECT, HANDLERS, register_rows
-from forall._vmap.rule_makers.along_dims import make_dim_handler, make_full_handler
-from forall._vmap.rule_makers.basic import make_stack_handler
+from forall._vmap.rule_makers.along_dims import make_dim_handler
+from forall._vmap.rule_makers.basic import (
+    loop_and_stack,
+    make_stack_handler,
+    move_to_front,
+    wrap_results,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 aten = torch.ops.aten
 
@@ -59,6 +67,27 @@ register_rows(
         }.items()
     }
 )
+
+
+def make_full_handler(rule: Callable, flat: bool = True) -> Callable:
+    """Return a handler from ``rule((B, N), *args)``: one result over all N entries of each example.
+
+    With ``flat`` off the rule takes (B, *S), of at least one dim, since flattening may copy.
+    """
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        v = move_to_front(args[0])
+        if v.dim() == 1:
+            v = v.unsqueeze(1)
+        elif flat or v.layout is not torch.strided:
+            v = v.flatten(1)
+        if 0 in v.shape[1:]:  # the operator itself answers, or refuses, for no entries
+            if level.size:
+                return loop_and_stack(level, func, args, kwargs)
+            v = v.new_empty((0, 1))
+        return wrap_results(rule(v, *args[1:], **kwargs), 0, level)
+
+    return handler
 
 
 def make_list_dim_handler(op):
