@@ -68,35 +68,3 @@ def answer_directly(op: Any, *calls: Callable) -> None:
         return HANDLERS[op](level, op, args, kwargs)
 
     DIRECT.update((call, (rule, {op})) for call in calls)
-
-
-def make_view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:
-    """The call that derives this view again from its base, with or without a batch axis."""
-    maker = VIEW_CALLS.get(func)
-    if maker is not None:
-        return maker(base, *rest, **kwargs)
-    return ViewCall(VIEWS.get(func), func, rest, kwargs, index)
-
-
-class ViewCall:
-    """A view of a base: by its operator where all examples share the base, else by the rule."""
-
-    __slots__ = ("func", "index", "kwargs", "rest", "rule")
-
-    def __init__(self, rule: Any, func: Any, rest: tuple, kwargs: dict, index: int | None) -> None:
-        self.rule = rule
-        self.func = func
-        self.rest = rest
-        self.kwargs = kwargs
-        self.index = index
-
-    def __call__(self, value: Any, axis: int | None) -> tuple[Any, int | None]:
-        if axis is None:
-            out = self.func(value, *self.rest, **self.kwargs)
-        elif self.rule is None:
-            raise NotImplementedError(
-                f"vmap: a write needs the view {self.func} of each example, which has no rule yet."
-            )
-        else:
-            out, axis = self.rule(value, axis, *self.rest, **self.kwargs)
-        return (out if self.index is None else out[self.index]), axis

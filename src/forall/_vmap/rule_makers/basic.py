@@ -15,7 +15,6 @@ from forall._core.axes import pad_rank
 from forall._core.levels import set_acting_level
 from forall._vmap import registry
 from forall._vmap.batched_tensor import BatchedTensor, derive_view, wrap_stack
-from forall._vmap.registry import ViewCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,11 +96,43 @@ VIEWERS: set[Callable] = set()  # the handlers of views
 def derive_views(base: BatchedTensor, func: Any, rest: tuple, kwargs: dict, out: Any) -> Any:
     """Views of a shared tensor, each with the call that re-derives it should the base change."""
     if isinstance(out, Tensor):
-        return derive_view(base, out, None, registry.make_view_call(func, rest, kwargs, None, base))
+        return derive_view(base, out, None, make_view_call(func, rest, kwargs, None, base))
     return type(out)(
-        derive_view(base, o, None, registry.make_view_call(func, rest, kwargs, i, base))
+        derive_view(base, o, None, make_view_call(func, rest, kwargs, i, base))
         for i, o in enumerate(out)
     )
+
+
+def make_view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:
+    """The call that derives this view again from its base, with or without a batch axis."""
+    maker = registry.VIEW_CALLS.get(func)
+    if maker is not None:
+        return maker(base, *rest, **kwargs)
+    return ViewCall(registry.VIEWS.get(func), func, rest, kwargs, index)
+
+
+class ViewCall:
+    """A view of a base: by its operator where all examples share the base, else by the rule."""
+
+    __slots__ = ("func", "index", "kwargs", "rest", "rule")
+
+    def __init__(self, rule: Any, func: Any, rest: tuple, kwargs: dict, index: int | None) -> None:
+        self.rule = rule
+        self.func = func
+        self.rest = rest
+        self.kwargs = kwargs
+        self.index = index
+
+    def __call__(self, value: Any, axis: int | None) -> tuple[Any, int | None]:
+        if axis is None:
+            out = self.func(value, *self.rest, **self.kwargs)
+        elif self.rule is None:
+            raise NotImplementedError(
+                f"vmap: a write needs the view {self.func} of each example, which has no rule yet."
+            )
+        else:
+            out, axis = self.rule(value, axis, *self.rest, **self.kwargs)
+        return (out if self.index is None else out[self.index]), axis
 
 
 # --- written by hand ---------------------------------------------------------------------------

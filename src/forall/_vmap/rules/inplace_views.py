@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._vmap.batched_tensor import AliasFamily, BatchedTensor, replace_stack
-from forall._vmap.registry import SHARED, make_view_call, register_rows
-from forall._vmap.rule_makers.basic import is_mapped, lower_shared, move_to_front
+from forall._vmap.registry import SHARED, register_rows
+from forall._vmap.rule_makers.basic import is_mapped, lower_shared, make_view_call, move_to_front
 
 if TYPE_CHECKING:
     from collections.abc import Callable
