@@ -70,3 +70,11 @@ def fold_axis(v: Tensor, dim: int) -> Tensor:
 def unfold_axis(v: Tensor, dim: int, size: int) -> Tensor:
     """Undo `fold_axis`: the examples along ``dim`` -> (B, *S)."""
     return v.unflatten(dim, (size, -1)).movedim(dim, 0)
+
+
+def is_axis_inside(value: Tensor, axis: int) -> bool:
+    """Return True if the batch axis lies within another dim, in memory."""
+    strides, shape = value.stride(), value.shape
+    step = strides[axis]
+    around = [d for d, s in enumerate(strides) if s >= step and shape[d] > 1 and d != axis]
+    return bool(around)

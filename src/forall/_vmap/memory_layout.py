@@ -14,20 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._compat.op_schema import map_arguments
+from forall._core.axes import is_axis_inside
 from forall._vmap.batched_tensor import BatchedTensor, compute_dense_strides, wrap_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Tensor = torch.Tensor
-
-
-def is_axis_inside(value: Tensor, axis: int) -> bool:
-    """True if the batch axis lies within another dim, in memory."""
-    strides, shape = value.stride(), value.shape
-    step = strides[axis]
-    around = [d for d, s in enumerate(strides) if s >= step and shape[d] > 1 and d != axis]
-    return bool(around)
 
 
 def is_layout_open(out: Any, values: list) -> bool:

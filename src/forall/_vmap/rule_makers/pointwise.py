@@ -14,9 +14,9 @@ import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.op_schema import map_arguments
-from forall._core.axes import pad_rank
+from forall._core.axes import is_axis_inside, pad_rank
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
-from forall._vmap.memory_layout import is_axis_inside, is_layout_open, match_example_layout
+from forall._vmap.memory_layout import is_layout_open, match_example_layout
 from forall._vmap.rule_makers.basic import (
     count_example_dims,
     is_mapped,

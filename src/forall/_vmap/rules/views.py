@@ -11,13 +11,13 @@ import torch
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.axes import (
     axis_after_removal,
+    is_axis_inside,
     move_axis_to_front,
     pad_rank,
     shift_past_axis,
     wrap_dim,
 )
 from forall._vmap.batched_tensor import alias_call, derive_view, lay_out_separately
-from forall._vmap.memory_layout import is_axis_inside
 from forall._vmap.registry import VIEW_CALLS, VIEWS, register_rows
 from forall._vmap.rule_makers.basic import VIEWERS, make_view_handler
 
