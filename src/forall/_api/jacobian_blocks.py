@@ -352,7 +352,10 @@ class _FirstRun:
         if self.before is not None:
             self.undo()
             return
-        self.before, self.marks = level.state.mutation_log.before, take_log_snapshots(level.parent)
+        self.before, self.marks = (
+            level.state.mutation_log.undo_state,
+            take_log_snapshots(level.parent),
+        )
         for x in (*self.xs, *self.beside):
             if not x.requires_grad:
                 self.before.keep_history(x)

@@ -238,7 +238,7 @@ class GraphPullback:
             with run_vmap_level(level), pass_lazy_zeros():
                 found = pull(tuple(self.outputs), tuple(wrap_stack(s, 0, level) for s in stacks))
         except DataDependentError:
-            log.before.undo()
+            log.undo_state.undo()
             for outer, mark in around:
                 outer.restore_snapshot(mark)
             raise

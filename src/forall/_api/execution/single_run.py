@@ -103,7 +103,7 @@ def run_once(call: MappedCall) -> tuple[list, Any]:
     for r, place in zip(results, places, strict=True):
         if type(r) is BatchedScalar:
             r = number_to_tensor(r)
-        elif place is not None and (isinstance(r, (int, float, complex)) or is_numpy_number(r)):
+        elif place is not None and not isinstance(r, torch.Tensor) and _is_number(r):
             r = torch.tensor(r)
         result = _take_out_result(r, place, level, call.places, seen)
         if call.options.ragged and place is not None and isinstance(result, torch.Tensor):
@@ -112,6 +112,10 @@ def run_once(call: MappedCall) -> tuple[list, Any]:
     if spec.type is None:
         return left, spec
     return left, tensordict.make_batch_spec(spec, places, level.size)
+
+
+def _is_number(r: Any) -> bool:
+    return isinstance(r, (int, float, complex)) or is_numpy_number(r)
 
 
 def _listen_to_tests(call: MappedCall, level: VmapLevel) -> AbstractContextManager:
@@ -268,14 +272,13 @@ class Rollback:
         ):
             self._undo(self.state)
             return
-        if log.before.grads:
-            log.before.unwrap_shared_grads()
+        log.unwrap_shared_grads()
         if options.logs is None:
             log.drop_undo_state()
 
     def _undo(self, state: StateSnapshot) -> None:
         with suspend_memory_limit():
-            self.level.state.mutation_log.before.undo()
+            self.level.state.mutation_log.undo_state.undo()
             state.restore()
 
 

@@ -103,9 +103,9 @@ class MutationLog:
     """The log of one call's reads and writes of memory from before it. See NOTE [older memory]."""
 
     __slots__ = (
+        "_undo_state",
         "accounts",
         "arguments",
-        "before",
         "leaves",
         "mapped_written",
         "overwritten",
@@ -123,9 +123,16 @@ class MutationLog:
         self.overwritten: set[int] = set()
         self.renewed: set[int] = set()  # overwritten as a whole, before anything read it
         self.accounts: dict[int, PendingUpdates] = {}
-        self.before = UndoState()
+        self._undo_state: UndoState | None = None
         self.undoable = False  # whether the call may have to be made again
         self.leaves: set[int] = set()  # ids of those that a backward pass of the call added to
+
+    @property
+    def undo_state(self) -> UndoState:
+        """The values and histories from before the call; there are none in most calls."""
+        if self._undo_state is None:
+            self._undo_state = UndoState()
+        return self._undo_state
 
     def is_mapped_memory(self, key: int) -> bool:
         """True if ``key`` is the memory of a mapped argument."""
@@ -181,36 +188,39 @@ class MutationLog:
         if key in self.overwritten:
             raise make_conflict_error(f"{func} adds to", target, "overwritten")
         if self.undoable:
-            self.before.keep_history(target)
+            self.undo_state.keep_history(target)
         return self.accounts.setdefault(key, PendingUpdates())
 
     def keep_value(self, value: Tensor) -> None:
         """Remember what an older tensor, from just outside the level, holds before a write."""
         if self.undoable:
-            self.before.keep_value((get_memory_key(value), locate_in_storage(value)), value)
+            self.undo_state.keep_value((get_memory_key(value), locate_in_storage(value)), value)
 
     def keep_grads(self, node: Any) -> None:
         """Remember the .grad of leaves that a backward pass which goes on from ``node`` adds to."""
         if self.undoable:
-            self.before.keep_grads(node)
+            self.undo_state.keep_grads(node)
 
     def log_grad_write(self, leaf: Tensor) -> None:
-        self.before.keep_grad(leaf)
+        self.undo_state.keep_grad(leaf)
         self.leaves.discard(id(leaf))
         self.overwritten.add(get_grad_key(leaf))
 
     def find_grad_keys(self) -> list[int]:
         """The memory of gradients that backward passes of the call added to."""
-        leaves = [leaf for leaf, *_ in self.before.grads.values()]
+        leaves = [leaf for leaf, *_ in self.undo_state.grads.values()]
         with functions_off():
             known = [x.grad for x in leaves if x.grad is not None]
         return [*map(get_grad_key, leaves), *map(get_memory_key, known)]
 
     def drop_undo_state(self) -> None:
         """Drop what was kept to undo the call, which will not be made again."""
-        self.undoable = False
-        if self.before.has_kept():
-            self.before = UndoState()
+        self.undoable, self._undo_state = False, None
+
+    def unwrap_shared_grads(self) -> None:
+        """Make a .grad that all examples share an ordinary tensor, at the end of the call."""
+        if self._undo_state is not None:
+            self._undo_state.unwrap_shared_grads()
 
     def take_snapshot(self) -> tuple:
         """A snapshot of the log, for `restore_snapshot`."""

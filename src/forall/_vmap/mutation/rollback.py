@@ -36,9 +36,6 @@ class UndoState:
         self.histories: dict[int, tuple[Tensor, int, Any, Tensor | None]] = {}
         self.walked: set[Any] = set()  # nodes of history from before the call
 
-    def has_kept(self) -> bool:
-        return bool(self.kept or self.grads or self.histories or self.walked)
-
     def keep_value(self, at: Hashable, value: Tensor) -> None:
         if at not in self.kept:
             self.kept.add(at)
@@ -187,7 +184,7 @@ class GroupEffects:
 
     def undo(self) -> None:
         for ledger in reversed(self.ledgers):
-            ledger.before.undo()
+            ledger.undo_state.undo()
 
 
 def classify_effects(ledger: Any, rows: Iterable[int]) -> dict[int, str]:
