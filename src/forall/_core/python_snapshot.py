@@ -111,12 +111,13 @@ class PythonSnapshot:
         A library's function, a transform's wrapper for example, may capture one of the user's.
         """
         left, own = self.walk.left, func.__dict__
-        if is_runners_module(module_name_of(func)):
+        module = module_name_of(func)
+        if is_runners_module(module):
             return
-        if is_not_users_module(module_name_of(func)):
+        if is_not_users_module(module):
             left += list_inner_callables(func)
             return
-        if not self._may_visit_code(module_name_of(func)):
+        if not self._may_visit_code(module):
             return
         code, defaults, by_name = func.__code__, func.__defaults__, func.__kwdefaults__
         self.functions.append((func, (code, defaults, by_name, own)))
