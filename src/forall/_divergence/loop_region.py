@@ -161,10 +161,6 @@ class LoopRegion(Region):
         """Join the lanes that left because the test failed; they run the ``else``."""
         return self._reconverge(self.exits.take_failed(), names)
 
-    def join_broken(self, names: dict[str, Any]) -> list[Any]:
-        """Join the lanes that ran ``break`` with those that ran the ``else``."""
-        return self.finish(names)
-
     def close_uniform(self) -> None:
         """End a loop in which lanes never diverged."""
         if self.exits.all_broke:

@@ -36,23 +36,15 @@ _MOST_ROUNDS = 16  # rounds of the fixed point: a write may show that an earlier
 _POWER = aten.pow.Tensor_Scalar
 
 
-def run_passes(
-    program: Program, back: list[OpNode] | None = None, *, fastmath: bool = False
-) -> Program:
-    """Run all passes on a program, each where the passes before it have made it useful.
-
-    ``back`` are the operators of the backward half, which runs later than the others. Passes that
-    replace operators of this half append the new ones to ``back``.
-    """
-    for _ in iter_passes(program, back, fastmath=fastmath):
-        pass
-    return program
-
-
 def iter_passes(
     program: Program, back: list[OpNode] | None = None, *, fastmath: bool = False
 ) -> Iterator[None]:
-    """Run the passes of `run_passes` as a generator, one per step."""
+    """Run all passes on a program as a generator, one per step.
+
+    Each runs where the passes before it have made it useful. ``back`` are the operators of the
+    backward half, which runs later than the others. Passes that replace operators of this half
+    append the new ones to ``back``.
+    """
     back = [] if back is None else back
     yield fold_constants(program)
     yield program.eliminate_dead_code()
