@@ -56,15 +56,19 @@ def _promote_dtypes(tensors: list) -> list:
     ]
 
 
+def _take_operands(size: int, args: tuple, count: int) -> tuple[list[Any], int]:
+    """Return ``count`` broadcast tensors, None for each that is not given, and the reduction."""
+    reduction = args[count] if len(args) > count else MEAN
+    found = iter(broadcast_operands(size, [a for a in args[:count] if a is not None]))
+    tensors = [None if a is None else next(found) for a in args[:count]]
+    return tensors + [None] * (count - len(tensors)), reduction
+
+
 def make_entry_handler(func: Any, count: int):
     """Return the handler of a loss ``func(*tensors, reduction, *rest)`` with ``count`` tensors."""
 
     def rule(size, *args):
-        reduction = args[count] if len(args) > count else MEAN
-        given = [a is not None for a in args[:count]]
-        found = iter(broadcast_operands(size, [a for a in args[:count] if a is not None]))
-        tensors = [next(found) if g else None for g in given]
-        tensors += [None] * (count - len(tensors))
+        tensors, reduction = _take_operands(size, args, count)
         return reduce_loss(func(*tensors, NONE, *args[count + 1 :]), reduction)
 
     return keep_example_layout(make_stack_handler(rule), is_expanded_inside)
@@ -74,11 +78,7 @@ def make_entry_backward_handler(func: Any, count: int):
     """Return the handler of ``func(g, *tensors, reduction, *rest)`` with ``count`` tensors."""
 
     def rule(size, g, *args):
-        reduction = args[count] if len(args) > count else MEAN
-        given = [a is not None for a in args[:count]]
-        found = iter(broadcast_operands(size, [a for a in args[:count] if a is not None]))
-        tensors = [next(found) if t else None for t in given]
-        tensors += [None] * (count - len(tensors))
+        tensors, reduction = _take_operands(size, args, count)
         g = spread_cotangent(g, tensors[0], reduction, size)
         return func(g, *tensors, NONE, *args[count + 1 :])
 
