@@ -16,10 +16,11 @@ import torch
 from forall._compat.devices import find_new_device
 from forall._compat.dispatch_state import functions_off
 from forall._compat.versions import HAS_BOUNDS_WITHIN
+from forall._core.half_precision import HALVES
 from forall._divergence import scalar_storage
 from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.scalar_semantics import DTYPES, widest_type
-from forall._vmap.rule_makers.pointwise import HALVES, is_exact_on_the_right, result_dtype
+from forall._vmap.rule_makers.pointwise import is_exact_on_the_right, result_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable

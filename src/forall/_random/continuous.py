@@ -10,6 +10,7 @@ import torch
 from forall._compat.documented_error import documented_error
 from forall._compat.shapes import broadcast_shapes
 from forall._core.errors import format_columns, format_short, type_name_of
+from forall._core.half_precision import HALVES
 from forall._random.keys import check_shape, draw_bits, split
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ _MANTISSA = {
     torch.float16: (16, 10),
     torch.bfloat16: (8, 7),
 }
-HALVES = (torch.float16, torch.bfloat16)
 _MKL = torch.backends.mkl.is_available()
 
 

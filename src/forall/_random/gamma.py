@@ -8,8 +8,9 @@ import torch
 
 from forall._compat.documented_error import documented_error
 from forall._core.errors import format_columns
+from forall._core.half_precision import HALVES
 from forall._random import rejection
-from forall._random.continuous import HALVES, check_draw_shape, choose_dtype, make_parameter
+from forall._random.continuous import check_draw_shape, choose_dtype, make_parameter
 from forall._random.keys import split, split_words
 from forall._random.threefry import make_counters
 

@@ -15,8 +15,9 @@ from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import find_functional, get_facts
 from forall._compat.shapes import broadcast_shapes
 from forall._core.errors import format_columns
+from forall._core.half_precision import to_float32
 from forall._random import rejection
-from forall._random.continuous import HALVES, draw_unit, gumbel, normal, uniform
+from forall._random.continuous import draw_unit, gumbel, normal, uniform
 from forall._random.discrete import draw_below, permutation
 from forall._random.keys import draw_bits, split_words
 from forall._random.threefry import make_counters
@@ -273,21 +274,17 @@ def _make_entrywise(operator: Callable) -> Callable:
     return draw_
 
 
-def _widen_half(x: Tensor) -> Tensor:
-    return x.to(torch.float32) if x.dtype in HALVES else x
-
-
 def _gamma(key: Tensor, alpha: Tensor) -> Tensor:
-    return _make_entrywise(rejection.gamma_operator)(key, _widen_half(alpha), False).to(alpha.dtype)
+    return _make_entrywise(rejection.gamma_operator)(key, to_float32(alpha), False).to(alpha.dtype)
 
 
 def _dirichlet(key: Tensor, alpha: Tensor) -> Tensor:
-    log = _make_entrywise(rejection.gamma_operator)(key, _widen_half(alpha), True)
+    log = _make_entrywise(rejection.gamma_operator)(key, to_float32(alpha), True)
     return torch.softmax(log, -1).to(alpha.dtype)
 
 
 def _multinomial(key: Tensor, p: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
-    log, lead = _widen_half(p).log(), p.shape[:-1]
+    log, lead = to_float32(p).log(), p.shape[:-1]
     key = key.to(p.device)
     if replacement:
         noise = gumbel(key, (*lead, num_samples, p.shape[-1]), log.dtype)

@@ -11,15 +11,9 @@ import torch
 
 from forall._autodiff.decompositions.losses import reduce_loss
 from forall._compat.documented_error import documented_error
+from forall._core.half_precision import to_float32
 
 aten = torch.ops.aten
-
-_LOW = (torch.float16, torch.bfloat16)
-
-
-def _to_float32(x: torch.Tensor) -> torch.Tensor:
-    """Convert half precision to float32, in which kernels accumulate."""
-    return x.float() if x.dtype in _LOW else x
 
 
 def hardsigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +82,7 @@ def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def vector_norm(x, p=2, dim=None, keepdim=False, *, dtype=None):
-    x = _to_float32(x) if dtype is None else x.to(dtype)
+    x = to_float32(x) if dtype is None else x.to(dtype)
     dims = list(range(x.dim())) if dim is None else dim
     return _compute_norm(x, p, dims, keepdim).to(dtype or x.dtype.to_real())
 
@@ -104,12 +98,12 @@ def dist(x, y, p=2):
 
 def renorm(x, p, dim, maxnorm):
     rest = [d for d in range(x.dim()) if d != dim % x.dim()]
-    length = torch.linalg.vector_norm(_to_float32(x), p, rest, keepdim=True)
+    length = torch.linalg.vector_norm(to_float32(x), p, rest, keepdim=True)
     return (x * torch.where(length > maxnorm, maxnorm / (length + 1e-7), 1)).to(x.dtype)
 
 
 def std(x, dim=None, *, correction=None, keepdim=False):
-    var = torch.var(_to_float32(x), dim, correction=correction, keepdim=keepdim)
+    var = torch.var(to_float32(x), dim, correction=correction, keepdim=keepdim)
     return _safe_pow(var, 0.5).to(x.dtype.to_real())
 
 
@@ -137,7 +131,7 @@ def fused_attention(
             "Use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
         )
     n, dtype = q.shape[-1], q.dtype
-    q, k, v = map(_to_float32, (q, k, v))
+    q, k, v = map(to_float32, (q, k, v))
     if k.shape[-3] != q.shape[-3]:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     scores = q @ k.mT * (n**-0.5 if scale is None else scale)
@@ -155,7 +149,7 @@ def fused_attention(
 
 
 def layer_norm(x, shape, weight, bias, eps):
-    return _normalize(_to_float32(x), list(range(-len(shape), 0)), weight, bias, eps).to(x.dtype)
+    return _normalize(to_float32(x), list(range(-len(shape), 0)), weight, bias, eps).to(x.dtype)
 
 
 def _normalize(x, dims, weight, bias, eps):
@@ -177,8 +171,8 @@ def batch_norm(x, weight, bias, mean, var, training, momentum, eps):
     weight, bias = (None if t is None else t.reshape(place) for t in (weight, bias))
     if training or mean is None:
         dims = [d for d in range(x.ndim) if d != 1]
-        return _normalize(_to_float32(x), dims, weight, bias, eps).to(x.dtype)
-    y = (_to_float32(x) - mean.reshape(place)) * (var.reshape(place) + eps).rsqrt()
+        return _normalize(to_float32(x), dims, weight, bias, eps).to(x.dtype)
+    y = (to_float32(x) - mean.reshape(place)) * (var.reshape(place) + eps).rsqrt()
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)
 

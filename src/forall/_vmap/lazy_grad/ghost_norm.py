@@ -25,6 +25,7 @@ from forall._compat.dispatch_state import (
 from forall._compat.op_schema import get_facts
 from forall._compat.private_api import DispatchMode
 from forall._compat.wrapper_tensor import Wrapper
+from forall._core.half_precision import to_float32
 from forall._core.levels import alias_for_autograd, complete_gradient, stack
 from forall._vmap.lazy_grad import outer_products
 from forall._vmap.lazy_grad.lazy_tensor import (
@@ -61,7 +62,7 @@ def compute_squared_grad_norm(g: Tensor | None, x: Tensor) -> Tensor:
     g = complete_gradient(g)
     assert g is not None  # noqa: S101 - it was not
     g = torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
-    return outer_products.to_float32(g).square().sum()
+    return to_float32(g).square().sum()
 
 
 class DeferredProduct(Deferred):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.half_precision import to_float32
 from forall._vmap.lazy_grad.lazy_tensor import Deferred, flatten_args
 
 if TYPE_CHECKING:
@@ -192,8 +193,3 @@ def _concat_pairs(pairs: list, first: int, second: int) -> tuple[Tensor, Tensor]
     if not pairs:
         return torch.zeros(0), torch.zeros(0)
     return torch.cat([p for p, _ in pairs], first), torch.cat([p for _, p in pairs], second)
-
-
-def to_float32(x: Tensor) -> Tensor:
-    """Convert half precision to float32, as squares of 16-bit numbers overflow."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -219,11 +219,6 @@ def unsqueeze_shared(a: MappedStack | Tensor) -> Tensor:
     return a.v if isinstance(a, MappedStack) else a.unsqueeze(0)
 
 
-def to_full_precision(x: Tensor) -> Tensor:
-    """Convert half precision to float32, for sums over many entries."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 # --- reaching the level from inside a handler ---------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import torch
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.op_schema import map_arguments
 from forall._core.axes import is_axis_inside, pad_rank
+from forall._core.half_precision import HALVES
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.memory_layout import is_layout_open, match_example_layout
 from forall._vmap.rule_makers.basic import (
@@ -29,7 +30,6 @@ from forall._vmap.rule_makers.diagonal_cotangents import mark_diagonal_result
 Tensor = torch.Tensor
 _WHERE = torch.ops.aten.where.self
 _CPU = torch.device("cpu")
-HALVES = (torch.float16, torch.bfloat16)
 # With a half tensor on the left, torch computes these with the exact number on the right, be it
 # Python's or a tensor of rank 0. Other operators round it to half first.
 _EXACT = [

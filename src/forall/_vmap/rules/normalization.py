@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.half_precision import to_float32
 from forall._core.levels import has_any_tangent
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
@@ -18,7 +19,6 @@ from forall._vmap.rule_makers.basic import (
     get_value,
     make_stack_handler,
     pad_example_rank,
-    to_full_precision,
 )
 
 if TYPE_CHECKING:
@@ -110,12 +110,12 @@ def _layer_norm_backward(size, g, x, shape, mean, rstd, weight, bias, mask):
         gx, w = scale_cotangent(g, weight, shape, pad_example_rank, bias)
         args = (gx.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), w)
         dx = aten.native_layer_norm_backward.default(*args, None, [True, False, False])[0]
-    gp = to_full_precision(g)
+    gp = to_float32(g)
     dw = None
     if mask[1]:
         dims = [*range(outer, x.dim())]
         dw = sum_outer_dims(
-            gp * recompute_normalized(to_full_precision(x), mean, rstd, dims), outer, weight
+            gp * recompute_normalized(to_float32(x), mean, rstd, dims), outer, weight
         )
     return dx, dw, sum_outer_dims(gp, outer, bias) if mask[2] else None
 
@@ -146,8 +146,8 @@ def _rms_norm_backward(size, g, x, shape, rstd, weight, mask):
         dx = aten._fused_rms_norm_backward.default(*args)[0]
     if mask[1]:
         outer = x.dim() - len(shape)
-        hat = recompute_normalized(to_full_precision(x), None, rstd, [*range(outer, x.dim())])
-        dw = sum_outer_dims(to_full_precision(g) * hat, outer, weight)
+        hat = recompute_normalized(to_float32(x), None, rstd, [*range(outer, x.dim())])
+        dw = sum_outer_dims(to_float32(g) * hat, outer, weight)
     return dx, dw
 
 
@@ -187,9 +187,9 @@ def _group_norm_backward(size, g, x, mean, rstd, weight, n, c, hw, groups, mask)
         flat = [a.flatten(0, 1).contiguous() for a in (gx, x, mean, rstd)]
         sizes = (size * n, c, hw, groups, [True, False, False])
         dx = aten.native_group_norm_backward.default(*flat, w, *sizes)[0].view(x.shape)
-    gp = to_full_precision(g).reshape(size, n, c, hw)
+    gp = to_float32(g).reshape(size, n, c, hw)
     if mask[1]:
-        xp = to_full_precision(x).reshape(size, n, groups, c * hw // groups)
+        xp = to_float32(x).reshape(size, n, groups, c * hw // groups)
         hat = recompute_normalized(xp, mean.unsqueeze(-1), rstd.unsqueeze(-1), [-1])
         dw = cast_to_param(weight, (gp * hat.view(gp.shape)).sum((1, 3)))
     if mask[2]:

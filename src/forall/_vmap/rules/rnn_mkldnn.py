@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from forall._core.axes import fold_axis
+from forall._core.half_precision import to_float32
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.registry import register_rows
 from forall._vmap.rule_makers.basic import (
@@ -24,7 +25,6 @@ from forall._vmap.rule_makers.basic import (
     is_mapped,
     lower_shared,
     make_stack_handler,
-    to_full_precision,
     wrap_results,
 )
 
@@ -56,14 +56,14 @@ def _lstm_layer(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 @make_stack_handler
 def _run_lstm(size, x, w, u, b, d, h, c, reverse, sizes, mode, hidden, layers, biases, *_):
-    stacks = [to_full_precision(expand_stack(a, size)) for a in (x, h, c)]
+    stacks = [to_float32(expand_stack(a, size)) for a in (x, h, c)]
     w, u, b, d = map(get_value, (w, u, b, d))
     x, h, c = stacks
     given = _compute_gates(x, w, b, d, biases)
     steps = given.unbind(1)
     outs = []
     for step in reversed(steps) if reverse else steps:
-        i, f, g, o = (step + h @ to_full_precision(u).mT).chunk(4, -1)
+        i, f, g, o = (step + h @ to_float32(u).mT).chunk(4, -1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
         outs.append(h)
@@ -75,13 +75,13 @@ def _compute_gates(x: Tensor, w: Tensor, b: Tensor, d: Tensor, biases: bool) -> 
     out = _multiply(x, w.mT)
     if not biases:
         return out
-    b = to_full_precision(b + d)
+    b = to_float32(b + d)
     return out + (b.unsqueeze(1).unsqueeze(1) if b.dim() == 2 else b)
 
 
 def _multiply(x: Tensor, w: Tensor) -> Tensor:
     """Multiply (B, T, N, I) with (B, I, O), or with an unbatched (I, O)."""
-    return (x.flatten(1, 2) @ to_full_precision(w)).unflatten(1, x.shape[1:3])
+    return (x.flatten(1, 2) @ to_float32(w)).unflatten(1, x.shape[1:3])
 
 
 @make_stack_handler
@@ -90,14 +90,14 @@ def _lstm_layer_backward(
 ):
     given = (x, h, c, y, *(torch.zeros_like(h) if g is None else g for g in (gh, gc)))
     dtype = get_value(w).dtype
-    x, h, c, y, gh, gc = (to_full_precision(expand_stack(a, size)) for a in given)
-    gy = torch.zeros_like(y) if gy is None else to_full_precision(expand_stack(gy, size))
+    x, h, c, y, gh, gc = (to_float32(expand_stack(a, size)) for a in given)
+    gy = torch.zeros_like(y) if gy is None else to_float32(expand_stack(gy, size))
     w, u, b, d = map(get_value, (w, u, b, d))
     if reverse:
         x, y, gy = x.flip(1), y.flip(1), gy.flip(1)
     before = torch.cat([h.unsqueeze(1), y[:, :-1]], 1)
     gates = _compute_gates(x, w, b, d, biases) + _multiply(before, u.mT)
-    by_gate, gh, gc = _pull_through_time(gates, c, to_full_precision(u), gy, gh, gc)
+    by_gate, gh, gc = _pull_through_time(gates, c, to_float32(u), gy, gh, gc)
     rows = by_gate.flatten(1, 2)
     gx = _multiply(by_gate, w)
     gb = rows.sum(1)
