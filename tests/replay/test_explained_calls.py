@@ -82,7 +82,7 @@ def test_a_call_that_is_not_replayed_tells_why_and_where(name, at_once):
     e = explain_often(RETURNED[name](printing), X)
     assert e.ways == ("as it is",)
     assert e.replay.startswith("no: printing uses print (")
-    assert e.replay.endswith(f"test_explained_calls.py:{printing.__code__.co_firstlineno})")
+    assert e.replay.endswith(f"test_explained_calls.py:{printing.__code__.co_firstlineno + 1})")
     assert e.program == ""
 
 

@@ -28,12 +28,18 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType
 
 import torch
 
+from forall._auto_replay.named_values import (
+    describe_value,
+    find_named_value,
+    iterate_named_values,
+)
 from forall._compat import pure_functions
+from forall._compat.call_site import SourceLine
 from forall._compat.private_api import PLAIN
 from forall._core.python_state import (
     SETTERS,
@@ -85,17 +91,34 @@ def find_impurity(guards: Guards, *, stands_in: bool = False) -> str | None:
     for i, value in enumerate(reached):
         if not i % STEPS_PER_CLOCK_READ and clock() > guards.until.call:
             return TOO_LONG
-        if isinstance(value, FunctionType) and not is_ours(value):
-            if reading.is_certain(value) or not ran.may_have_run(value.__code__):
-                continue
-            why = reading.read_function(value)
-            if stands_in and _may_rebind(ran, value.__code__):
-                why = why or f"{value.__qualname__} rebinds names of another function's"
-        else:
-            why = None if reading.is_certain(value) else f"it reaches {_describe_value(value)}"
+        is_read = reading.has_to_be_read(value)
+        is_pure = (
+            reading.read_function(value) is None if is_read else not reading.is_doubtful(value)
+        )
+        if not is_pure:
+            return _describe_doubt(reading, reached, value)
+        if is_read and stands_in and _may_rebind(ran, value.__code__):
+            return f"{value.__qualname__} rebinds names of another function's"
+    return _find_unreached_code(ran, reached)
+
+
+def _describe_doubt(reading: _CodeReader, reached: list[Any], found: Any) -> str:
+    """Return which function uses something impure, what, and where, for a value that is in doubt.
+
+    The function is the first one, in the order of their visit, whose own code names something in
+    doubt: a function that calls it names nothing but that function.
+    """
+    functions = [f for f in reached if reading.has_to_be_read(f)]
+    ids = {*map(id, reached)}
+    for func in functions:
+        why = reading.read_function(func)
         if why is not None:
             return why
-    return _find_unreached_code(ran, reached)
+        for named in iterate_named_values(func, reading.ran):
+            if id(named.value) in ids and reading.is_doubtful(named.value):
+                return named.describe_use(named.value)
+    named = find_named_value(functions, reading.ran, found, reached)
+    return f"it reaches {describe_value(found)}" if named is None else named.describe_use(found)
 
 
 def _may_rebind(ran: FullCoverage, code: CodeType) -> bool:
@@ -123,15 +146,16 @@ def _find_unreached_code(ran: FullCoverage, reached: Iterable[Any]) -> str | Non
     odd = next((code for code in ran.list_codes() if code not in known), None)
     if odd is None:
         return None
-    if _format_position(odd) in {
-        *map(_format_position, known)
-    }:  # the converted code of a known function
-        return f"examples part in {odd.co_qualname} ({_format_position(odd)})"
-    return f"nothing leads to {odd.co_qualname}, which runs ({_format_position(odd)})"
+    if SourceLine.from_code(odd) in map(SourceLine.from_code, known):  # converted, of a known one
+        return f"examples part in {odd.co_qualname} ({SourceLine.from_code(odd)})"
+    return f"nothing leads to {odd.co_qualname}, which runs ({SourceLine.from_code(odd)})"
 
 
-def _format_position(code: CodeType) -> str:
-    return f"{code.co_filename}:{code.co_firstlineno}"
+class _Doubt(NamedTuple):
+    """The thing in a function's code that may be impure, and its line if that is known."""
+
+    why: str
+    line: int | None
 
 
 class _CodeReader:
@@ -150,41 +174,55 @@ class _CodeReader:
             )
             self._by_any = self._by_any or by_others or not _NAMES_OF_ALL.isdisjoint(self._names)
 
+    def is_doubtful(self, value: Any) -> bool:
+        """True if a value may be impure: all but certain values and functions of the user's."""
+        if isinstance(value, FunctionType) and not is_ours(value):
+            return self._runs_in_doubt(value) and is_not_users(value)
+        return not self.is_certain(value)
+
+    def has_to_be_read(self, value: Any) -> bool:
+        """True for a function of the user's that may have run, whose code tells if it is pure."""
+        is_foreign = isinstance(value, FunctionType) and not is_ours(value)
+        return is_foreign and self._runs_in_doubt(value) and not is_not_users(value)
+
+    def _runs_in_doubt(self, func: FunctionType) -> bool:
+        return not self.is_certain(func) and self.ran.may_have_run(func.__code__)
+
     def read_function(self, func: FunctionType) -> str | None:
+        """The reason why a function's own code may be impure, with its place; None if it is not."""
         home = func.__globals__
-        if is_not_users(func):
-            return f"it reaches {_describe_value(func)}"
         cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
         found = {
             n: cell_contents_of(c) for n, c in cells if isinstance(cell_contents_of(c), ModuleType)
         }
         for code, modules in _walk_with_modules(func.__code__, found):
-            why = self._read_code(code, home, modules)
-            if why is not None:
-                return f"{func.__qualname__} {why} ({_format_position(code)})"
+            found = self._read_code(code, home, modules)
+            if found is not None:
+                place = SourceLine(code.co_filename, found.line or code.co_firstlineno)
+                return f"{func.__qualname__} {found.why} ({place})"
         return None
 
     def _read_code(
         self, code: CodeType, home: dict[str, Any], modules: dict[str, ModuleType]
-    ) -> str | None:
+    ) -> _Doubt | None:
         instructions = [i for i in self.ran.list_instructions(code) if i.opname not in SKIPPED_OPS]
         importing = instructions if has_imports(code) else ()
         imports = ImportReader(importing, home, libraries=not self.ran.seen)
         if imports.why is not None:
-            return imports.why
+            return _Doubt(imports.why, imports.line)
         for name, module in imports.found:
             self.guards.watch_name(sys.modules, name, module)
-        for inside, name in imports.taken:
+        for inside, name, line in imports.taken:
             value = vars(inside).get(name)
             if isinstance(value, ModuleType) or not is_library_module(inside.__name__):
                 self.guards.watch_name(vars(inside), name, value)
             elif not self._may_use(value, inside, name):
-                return f"uses {inside.__name__}.{name}"
+                return _Doubt(f"uses {inside.__name__}.{name}", line)
         modules = {**modules, **imports.modules}
-        for way in find_dotted_names(instructions, modules):
+        for way, line in find_dotted_names(instructions, modules):
             why = self._check_dotted_name(way, modules if way[0] in modules else home)
             if why is not None:
-                return why
+                return _Doubt(why, line)
         return None
 
     def _check_dotted_name(self, way: list[str], home: dict[str, Any]) -> str | None:
@@ -200,9 +238,7 @@ class _CodeReader:
         value = home[first]
         for i, name in enumerate(way[1:], 1):
             if not isinstance(value, ModuleType):
-                if isinstance(value, type) and is_not_users(
-                    value
-                ):  # users may set attributes of it
+                if isinstance(value, type) and is_not_users(value):  # users may set its attributes
                     self.guards.watch_class(value)
                 return self._check_attributes(way[i:])
             inside, value = value, getattr(value, name, None)
@@ -210,7 +246,7 @@ class _CodeReader:
                 self.guards.watch_name(vars(inside), name, value)
             from_library = is_library_module(inside.__name__) and not isinstance(value, ModuleType)
             if from_library and not self._may_use(value, inside, name):
-                return f"uses {'.'.join(way[: i + 1])}"
+                return f"uses {inside.__name__}.{name}"
         if isinstance(value, ModuleType) and not is_users_module(value):
             return f"names the module {value.__name__}"
         return None
@@ -323,12 +359,3 @@ def _is_certain(value: Any) -> bool:
     if pure_functions.is_trusted_value(value):
         return True
     return pure_functions.is_trusted_base(kind) if is_not_users(kind) else True
-
-
-def _describe_value(value: Any) -> str:
-    if isinstance(value, ModuleType):
-        return f"the module {value.__name__}"
-    name = getattr(value, "__qualname__", None)
-    if name is None:
-        return f"an object of class {type(value).__module__}.{type(value).__qualname__}"
-    return f"{getattr(value, '__module__', None) or ''}.{name}".lstrip(".")

@@ -115,6 +115,11 @@ def instructions_of(code: CodeType) -> tuple[dis.Instruction, ...]:
     return (*dis.get_instructions(code),)
 
 
+def find_line(instruction: dis.Instruction) -> int | None:
+    """Return the line of the source that an instruction is of, None if it is not known."""
+    return None if instruction.positions is None else instruction.positions.lineno
+
+
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
     """Return the globals that a function, or one inside it, names, and whether it rebinds them."""

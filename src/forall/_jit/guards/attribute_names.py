@@ -83,7 +83,7 @@ class AttributeNames:
         """Yield the methods that make an object of a class."""
         for base in kind.__mro__:
             if not is_not_users(base):
-                yield from (vars(base)[name] for name in _MAKERS & vars(base).keys())
+                yield from (vars(base)[name] for name in sorted(_MAKERS & vars(base).keys()))
 
     def release_in_object(self, state: dict[str, Any]) -> Iterator[Any]:
         """Yield an object's attributes that code can look up now; its other attributes wait."""
@@ -143,7 +143,7 @@ class AttributeNames:
 
     def _release_names(self, names: Iterable[str]) -> Iterator[Any]:
         self._met.update(names)
-        for name in self._waiting.keys() & names:
+        for name in sorted(self._waiting.keys() & names):
             yield from self._waiting.pop(name)
 
     def _release_or_wait(self, name: str, value: Any) -> Iterator[Any]:

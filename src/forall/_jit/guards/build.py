@@ -157,7 +157,8 @@ class Guards(GuardConditions):
 class _GuardWalk:
     """The walk of guards over what a function reaches, in which attributes wait to be named.
 
-    It is gone with what it holds once the guards are made: that may lead anywhere.
+    It is gone with what it holds once the guards are made: that may lead anywhere. Names are looked
+    up in an order that does not depend on hashes, as the first obstacle met is the one told.
     """
 
     def __init__(self, guards: Guards, roots: list[Any]) -> None:
@@ -381,7 +382,7 @@ class _GuardWalk:
             self.state.names += [(sys.modules, name, module) for name, module in found.found]
             for module in found.modules.values():
                 self._visit_named_value(module, inner)
-            for inside, name in found.taken:
+            for inside, name, _ in found.taken:
                 if not is_library_module(inside.__name__):
                     self._watch_names(vars(inside), [name], inner)
 
@@ -412,7 +413,7 @@ class _GuardWalk:
             self.modules.add((id(value), inner))
             self.state.attributes.append((value, "__class__", type(value)))
             self.state.missing.append((vars(value), inner - vars(value).keys()))
-            self._watch_names(vars(value), inner, inner)
+            self._watch_names(vars(value), sorted(inner & vars(value).keys()), inner)
 
     def _visit_module(self, module: ModuleType) -> None:
         if is_users_module(module):
@@ -430,7 +431,7 @@ class _GuardWalk:
             self.states.append((names, None))
             self.aside.append(modules)  # modules lead everywhere
             self.walk.left += self.asked.release_in_object(
-                {n: own[n] for n in own.keys() - modules}
+                {n: x for n, x in own.items() if n not in modules}
             )
 
     def _visit_class(self, kind: type) -> None:

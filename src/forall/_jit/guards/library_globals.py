@@ -97,7 +97,7 @@ class LibraryWalk:
         if (id(module), inner) in self._modules:
             return
         self._modules.add((id(module), inner))
-        for name in inner & vars(module).keys():
+        for name in sorted(inner & vars(module).keys()):
             value = vars(module)[name]
             self.libraries.names.append((vars(module), name, value))
             if isinstance(value, FunctionType):
@@ -264,6 +264,6 @@ def _collect_dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
     for inner in walk_codes(code):
         instructions = [i for i in instructions_of(inner) if i.opname not in SKIPPED_OPS]
         found.update(
-            dict.fromkeys(tuple(way) for way in find_dotted_names(instructions, ()) if way[0])
+            dict.fromkeys(tuple(way) for way, _ in find_dotted_names(instructions, ()) if way[0])
         )
     return (*found,)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from forall._core.python_state import (
     SETTERS,
     cell_contents_of,
+    find_line,
     is_not_users_module,
     module_name_of,
 )
@@ -29,6 +30,16 @@ _LOCALS = ("LOAD_FAST", "LOAD_DEREF")
 _FUNCTIONS = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
 _OF_OTHERS = frozenset({"__globals__", "f_globals", "import_module"})
 _MODULES = frozenset({"sys", "modules"})  # and by these together
+
+
+class DottedName(NamedTuple):
+    """A dotted name in code: a global or a variable, then attributes, and its line if known.
+
+    A name that begins with "" is an attribute of something else.
+    """
+
+    names: list[str]
+    line: int | None
 
 
 def is_users_module(value: Any) -> TypeGuard[ModuleType]:
@@ -73,7 +84,7 @@ def find_held_modules(
         if some or code in imports:
             instructions = [i for i in ran.list_instructions(code) if i.opname not in SKIPPED_OPS]
             modules = {**held, **imports[code].modules} if code in imports else held
-            for first, *names in find_dotted_names(instructions, modules):
+            for (first, *names), _ in find_dotted_names(instructions, modules):
                 value = modules.get(first, named.get(first))
                 for name in names:
                     value = vars(value).get(name) if isinstance(value, ModuleType) else None
@@ -83,12 +94,13 @@ def find_held_modules(
 
 def find_dotted_names(
     instructions: Iterable[dis.Instruction], modules: Collection[str]
-) -> Iterator[list[str]]:
+) -> Iterator[DottedName]:
     """Yield the dotted names in code, which begin with a global or with one of ``modules``.
 
     ["", name] is an attribute of something else.
     """
     way: list[str] = []
+    line: int | None = None  # where the dotted name begins
     named = False  # True within a call such as getattr, which takes the next name from a text
     for i in instructions:
         if way and way[0] and i.opname in ATTRIBUTES:
@@ -102,15 +114,16 @@ def find_dotted_names(
             continue
         if way:
             named = way[0] in _ASKERS and len(way) == 1
-            yield way
+            yield DottedName(way, line)
             way = []
+        line = find_line(i)
         if i.opname in LOAD_GLOBAL_OPS:
             way = [i.argval]
         elif i.opname.startswith(_LOCALS):  # Python 3.13 loads two at once
             *before, last = i.argval if isinstance(i.argval, tuple) else (i.argval,)
-            yield from ([name] for name in before if name in modules)
+            yield from (DottedName([name], line) for name in before if name in modules)
             way = [last] if last in modules else []
         elif i.opname in ATTRIBUTES:
-            yield ["", i.argval]
+            yield DottedName(["", i.argval], line)
     if way:
-        yield way
+        yield DottedName(way, line)
