@@ -1,9 +1,12 @@
 """What is said about memory, settings, releases of torch, and programs beside forall's own."""
 
+from math import inf, nan
+
 import pytest
 import torch
 from torch.autograd.function import once_differentiable
 
+import forall
 from forall import Chunks, explain, grad, hessian_diag, jvp, linearize, vmap
 from forall._compat import versions
 from forall._core.config import parse_replay, parse_strategy
@@ -68,6 +71,80 @@ def test_words_of_the_environment():
         """,
     ):
         parse_strategy("off")
+
+
+def test_a_setting_that_does_not_exist():
+    with refused(
+        AttributeError,
+        """
+        forall.config.repaly: there is no setting of this name.
+            settings   replay, patience, parting, agree, rank_timeout
+        Did you mean replay?
+        """,
+    ):
+        forall.config.repaly = False  # pyright: ignore[reportAttributeAccessIssue]
+    assert not hasattr(forall.config, "repaly")
+
+
+VALUES_THAT_A_SETTING_DOES_NOT_TAKE = {
+    "near": ("replay", "chekc", "'chekc'", "True, False or 'check'", "'check'"),
+    "a word for a truth value": ("replay", "true", "'true'", "True, False or 'check'", "True"),
+    "in capitals": (
+        "parting",
+        "Loop",
+        "'Loop'",
+        "'measured', 'together' or 'loop'",
+        "'loop'",
+    ),
+    "not near": ("parting", "groups", "'groups'", "'measured', 'together' or 'loop'", None),
+    "None": ("parting", None, "None", "'measured', 'together' or 'loop'", None),
+    "of another setting": ("agree", "loop", "'loop'", "'each', 'call' or 'never'", None),
+    "below 0": ("patience", -1, "-1", "seconds, 0 or more", None),
+    "no number": ("patience", nan, "nan", "seconds, 0 or more", None),
+    "a text": ("patience", "1", "'1'", "seconds, 0 or more", None),
+    "0": ("rank_timeout", 0, "0", "seconds, more than 0 or None", None),
+    "a tensor": ("rank_timeout", X, "float32[3, 2]", "seconds, more than 0 or None", None),
+}
+
+
+@pytest.mark.parametrize("case", VALUES_THAT_A_SETTING_DOES_NOT_TAKE)
+def test_a_value_that_a_setting_does_not_take(case):
+    name, value, shown, values, near = VALUES_THAT_A_SETTING_DOES_NOT_TAKE[case]
+    before = getattr(forall.config, name)
+    text = f"forall.config.{name}: it does not take {shown}.\n    values   {values}"
+    with refused(ValueError, text if near is None else f"{text}\nDid you mean {near}?"):
+        setattr(forall.config, name, value)
+    assert getattr(forall.config, name) == before
+
+
+def test_the_error_of_a_setting_that_the_page_shows():
+    with refused(
+        ValueError,
+        """
+        forall.config.parting: it does not take 'groups'.
+            values   'measured', 'together' or 'loop'
+        """,
+    ):
+        forall.config.parting = "groups"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("replay", 0),
+        ("replay", "check"),
+        ("patience", 0),
+        ("patience", 0.0),
+        ("patience", inf),
+        ("parting", "measured"),
+        ("agree", "never"),
+        ("rank_timeout", 1e-3),
+        ("rank_timeout", None),
+    ],
+)
+def test_a_value_that_a_setting_takes(name, value, monkeypatch):
+    monkeypatch.setattr(forall.config, name, value)
+    assert getattr(forall.config, name) == value
 
 
 def test_a_release_of_torch_that_calls_another_function():

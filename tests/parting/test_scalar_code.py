@@ -313,7 +313,7 @@ def test_is_the_loops(f, xs, ran):
 def test_is_the_loops_in_any_way(f, xs, replay, monkeypatch):
     truth = by_loop(f, xs, NS)
     monkeypatch.setattr(config, "replay", replay)
-    for parting in ("measured", "loop", "groups"):
+    for parting in ("measured", "loop", "together"):
         monkeypatch.setattr(config, "parting", parting)
         mapped = vmap(f)
         for _ in range(6):

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from difflib import get_close_matches
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from forall._compat.documented_error import documented_error
+from forall._core.errors import format_short
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _WORDS: dict[str, bool | str] = {"": True, "0": False, "1": True, "check": "check"}  # "": not set
 
@@ -34,6 +41,10 @@ class Config:
     ``rank_timeout``: the seconds that a rank waits for others; None for the timeout of the process
     group.
 
+    Raises:
+        AttributeError: an attribute is set that names no setting.
+        ValueError: a setting is given a value that it does not take. It keeps the one it has.
+
     Example:
         >>> forall.config.replay = False                           # each call runs as it is
         >>> forall.config.replay = True
@@ -44,6 +55,65 @@ class Config:
     parting: str = "measured"
     agree: str = "each"
     rank_timeout: float | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _SETTINGS:
+            raise _unknown_setting_error(name)
+        if not _SETTINGS[name].accepts(value):
+            raise _value_error(name, value)
+        super().__setattr__(name, value)
+
+
+class _Setting(NamedTuple):
+    """The values that a setting takes: some words, and numbers of a range."""
+
+    words: tuple[bool | str | None, ...] = ()
+    numbers: str = ""  # which ones, for messages
+    takes_number: Callable[[float], bool] = lambda number: False
+
+    def accepts(self, value: object) -> bool:
+        if isinstance(value, (bool, int, str, type(None))) and value in self.words:
+            return True
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and self.takes_number(value)
+
+    def __str__(self) -> str:
+        *most, last = [*([self.numbers] if self.numbers else []), *map(repr, self.words)]
+        return f"{', '.join(most)} or {last}" if most else last
+
+
+_PARTING = ("measured", "together", "loop")
+_SETTINGS = {
+    "replay": _Setting((True, False, "check")),
+    "patience": _Setting((), "seconds, 0 or more", lambda number: number >= 0),
+    "parting": _Setting(_PARTING),
+    "agree": _Setting(("each", "call", "never")),
+    "rank_timeout": _Setting((None,), "seconds, more than 0", lambda number: 0 < number < inf),
+}
+
+
+def _unknown_setting_error(name: str) -> AttributeError:
+    return documented_error(AttributeError, "setting")(
+        f"forall.config.{name}: there is no setting of this name.\n"
+        f"    settings   {', '.join(_SETTINGS)}"
+        f"{_suggest(name, {known: known for known in _SETTINGS})}"
+    )
+
+
+def _value_error(name: str, value: object) -> ValueError:
+    words = {str(word): repr(word) for word in _SETTINGS[name].words}
+    return documented_error(ValueError, "setting")(
+        f"forall.config.{name}: it does not take {format_short(value)}.\n"
+        f"    values   {_SETTINGS[name]}"
+        f"{_suggest(str(value), words)}"
+    )
+
+
+def _suggest(given: str, known: dict[str, str]) -> str:
+    """Return a line with the nearest of these texts as it is to be written, "" if none is near."""
+    lower = {text.lower(): shown for text, shown in known.items()}
+    near = get_close_matches(given.lower(), lower, 1)
+    return f"\nDid you mean {lower[near[0]]}?" if near else ""
 
 
 def parse_replay(word: str) -> bool | str:
@@ -58,7 +128,7 @@ def parse_replay(word: str) -> bool | str:
 
 def parse_strategy(word: str) -> str:
     """Return the setting that a value of FORALL_PARTING stands for."""
-    if word not in _PARTING:
+    if word not in ("", *_PARTING):
         raise documented_error(ValueError, "environment-variable")(
             f"FORALL_PARTING={word!r} does not say how examples that part are run.\n"
             "Set it to together or loop, or leave it out for measured."
@@ -66,7 +136,6 @@ def parse_strategy(word: str) -> str:
     return word or "measured"
 
 
-_PARTING = ("", "measured", "together", "loop")
 now = Config(
     parse_replay(os.environ.get("FORALL_REPLAY", "")),
     parting=parse_strategy(os.environ.get("FORALL_PARTING", "")),
