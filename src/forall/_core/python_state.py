@@ -104,9 +104,10 @@ def cell_contents_of(cell: CellType) -> Any:
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
-# Code that has one of these names can read or bind other names without naming them.
+# By these built-in functions and attributes code can read or bind names without naming them.
 SETTERS = frozenset({"setattr", "delattr"})  # of modules too, whose names are global
-_NAMESPACES = SETTERS | {"globals", "eval", "exec", "__closure__", "__globals__"}
+_NAMESPACE_FUNCTIONS = SETTERS | {"globals", "eval", "exec"}
+_NAMESPACE_ATTRIBUTES = frozenset({"__closure__", "__globals__"})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -149,10 +150,19 @@ def may_rebind(code: CodeType) -> bool:
 
 
 def may_rebind_by(code: CodeType, names: frozenset[str]) -> bool:
-    """True if a function rebinds names that are not its own, or may do so by one of ``names``."""
+    """True if a function rebinds names that are not its own, or may do so by one of ``names``.
+
+    A method that is named as a built-in function is another: ``model.eval()`` evaluates nothing.
+    """
     if not find_rebound_names(code).isdisjoint(code.co_freevars):
         return True
-    return any(written for _, written in globals_of(code)) or not _NAMESPACES.isdisjoint(names)
+    found = globals_of(code)
+    called = {name for name, _ in found if name in names}
+    return (
+        any(written for _, written in found)
+        or not _NAMESPACE_FUNCTIONS.isdisjoint(called)
+        or not _NAMESPACE_ATTRIBUTES.isdisjoint(names)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,6 +45,7 @@ LOAD_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOB
 SKIPPED_OPS = frozenset(
     {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
 )
+_LOAD_BUILT_IN_OPS = LOAD_GLOBAL_OPS | {"IMPORT_FROM"}  # also `from builtins import eval`
 _LOAD_ONE_OPS = frozenset(
     {"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST", *LOAD_GLOBAL_OPS}
 )
@@ -101,7 +102,7 @@ class AttributeNames:
     def release_for_code(self, func: FunctionType) -> Iterator[Any]:
         """Add the names in a function's code; yield the values that waited for them."""
         names = self.ran.list_written_names(func.__code__)
-        if not names.isdisjoint(_EVALUATING):
+        if not names.isdisjoint(_EVALUATING) and self._loads_any(func, _EVALUATING):
             texts = [c for code in walk_codes(func.__code__) for c in code.co_consts]
             names = names.union(*(_WORD.findall(text) for text in texts if isinstance(text, str)))
         if not self.any and self._may_look_up_any(func, names):
@@ -112,10 +113,20 @@ class AttributeNames:
             yield from self.release_makers()
 
     def _may_look_up_any(self, func: FunctionType, names: frozenset[str]) -> bool:
-        if any(_is_any_lookup(name, func.__globals__) for name in names):
+        if not names.isdisjoint(NAMES_OF_ANY_LOOKUP):
+            return True
+        if self._loads_any(func, names & _BUILT_IN - func.__globals__.keys()):
             return True
         codes = () if names.isdisjoint(NAMES_OF_TEXT_LOOKUP) else walk_codes(func.__code__)
         return any(find_text_lookups(self.ran.list_instructions(code))[1] for code in codes)
+
+    def _loads_any(self, func: FunctionType, built_in: frozenset[str]) -> bool:
+        """True if code loads one of these built-in functions; a method may have the same name."""
+        return bool(built_in) and any(
+            i.opname in _LOAD_BUILT_IN_OPS and i.argval in built_in
+            for code in walk_codes(func.__code__)
+            for i in self.ran.list_instructions(code)
+        )
 
     def release_for_value(self, value: Any) -> Iterator[Any]:
         """Yield all waiting values if an object, of a library for example, may look up any name."""
@@ -161,10 +172,6 @@ def _is_method(value: Any) -> bool:
     if isinstance(value, (property, cached_property)):
         return True
     return isinstance(getattr(value, "__func__", value), FunctionType)
-
-
-def _is_any_lookup(name: str, names: dict[str, Any]) -> bool:
-    return name in NAMES_OF_ANY_LOOKUP or (name in _BUILT_IN and name not in names)
 
 
 def find_text_lookups(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bool]:

@@ -40,10 +40,11 @@ MOST_OBSERVATIONS = (
     3  # calls that may be observed before one is recorded: the first may set things up
 )
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-# By these functions code finds a free variable without its name; `super()` reads `__class__`.
-_BY_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
+# By these functions code finds a free variable without its name: built-in ones, and those that find
+# a frame. `super()` reads `__class__`.
+_BY_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
+_BY_FRAME = frozenset({"_getframe", "currentframe"})
 _BY_ITSELF = frozenset({"__class__"})
-_STOPS = frozenset({"breakpoint", "set_trace"})
 _NAMED = frozenset(dis.hasname)
 _CONSTANT = frozenset(dis.hasconst)
 
@@ -138,7 +139,7 @@ class ObservedCoverage(FullCoverage):
         if tracer == self._trace_call:
             tracer = self._tracers[id(frame.f_code)] = self._make_tracer(frame)
             self._met.append(frame.f_code)
-            if not _STOPS.isdisjoint(frame.f_code.co_names):
+            if _calls_debugger(frame.f_code):
                 self._stop_tracing(frame, "it calls a debugger")
                 return None
         self._check_deadline(frame)
@@ -245,7 +246,11 @@ class ObservedCoverage(FullCoverage):
 
         Of a library's function all free variables, as its instructions are not traced.
         """
-        if code not in self._offsets or not _BY_LOCALS.isdisjoint(self.list_names(code)):
+        if (
+            code not in self._offsets
+            or not _BY_LOCALS.isdisjoint(self.list_globals(code))
+            or not _BY_FRAME.isdisjoint(self.list_names(code))
+        ):
             return code.co_freevars
         named = set(_BY_ITSELF)
         for i in self.list_instructions(code):
@@ -261,6 +266,14 @@ class ObservedCoverage(FullCoverage):
             python_state.find_names_in_constant(c) for c in constants if not isinstance(c, CodeType)
         ]
         return self.list_names(code).union(*texts)
+
+
+def _calls_debugger(code: CodeType) -> bool:
+    """True if code names a debugger: the built-in `breakpoint`, or any ``set_trace``."""
+    names = code.co_names
+    return "set_trace" in names or (
+        "breakpoint" in names and "breakpoint" in dict(python_state.globals_of(code))
+    )
 
 
 def _hashes_by_identity(frame: FrameType) -> bool:
