@@ -463,6 +463,35 @@ def fail_in_a_program(mesh, how):
         return error, f(at, xs), hits
 
 
+def root_of_gradient(f):
+    """Return a function whose last step fails for a negative sign, past a derivative's message."""
+
+    def root(sign, w, xs):
+        slope = grad(lambda w: f(w, xs).square().sum())(w)
+        return torch.linalg.cholesky(sign * slope).sum()
+
+    return root
+
+
+def fail_past_the_messages(mesh, how, failing):
+    """Return the outcomes of seven calls, of which two fail on some ranks, and the hits.
+
+    An outcome is a result, or an error and its seconds. The first rank runs the function.
+    """
+    rank, found = mesh.get_local_rank(), []
+    xs, w = torch.eye(2) * torch.arange(2.0, 4.0).view(2, 1, 1), torch.eye(2)
+    f = root_of_gradient(vmap(lambda w, x: psum(w * x, "b"), (None, 0), axis_name="b", mesh=mesh))
+    made, count = (jit(f), _count_jitted) if how == "jit" else (grad(f), _count_replayed)
+    call, before = f if how == "jit" and not rank else made, count(made)
+    with settings(patience=0.0, replay="check" if rank else False):
+        for i in range(7):
+            sign = torch.tensor(-1.0 if i in (0, 4) and rank in failing else 2.0)
+            outcome = _try(lambda sign, i: found.append(call(sign, w, xs + i * w)), sign, i)
+            if outcome[0]:
+                found.append(outcome)
+    return found, count(made) - before
+
+
 def fail_where_a_call_runs_again(mesh, how):
     """Fail on the last rank where forall would make a failed call again; return the errors.
 

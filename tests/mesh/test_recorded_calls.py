@@ -67,6 +67,22 @@ def test_an_error_within_a_recorded_call_is_one_on_every_rank(pool, how):
         assert torch.equal(after, torch.full((2,), 108.0))
 
 
+@pytest.mark.parametrize("how", ["jit", "replay"])
+@pytest.mark.parametrize("failing", [(0,), (2,), (0, 1, 2)])
+def test_an_error_after_the_messages_is_one_of_its_rank(pool, how, failing):
+    for rank, (found, hits) in enumerate(ask(pool, "fail_past_the_messages", how, failing, size=3)):
+        assert (hits > 1) == (rank > 0)
+        for i, outcome in enumerate(found):
+            if rank in failing and i in (0, 4):
+                (kind, *_), seconds = outcome
+                assert kind == "_LinAlgError"
+                assert seconds < 2
+            else:
+                root = 12 * (5 + 2 * i) * 2**0.5  # for sign = 2, and it is as the root of that
+                want = torch.tensor(root if how == "jit" else root / 4)
+                torch.testing.assert_close(outcome, want)
+
+
 @pytest.mark.parametrize("how", ["recorded", "within", "parted"])
 def test_a_call_that_failed_is_not_made_again_once_other_ranks_have_been_told(pool, how):
     answers = ask(pool, "fail_where_a_call_runs_again", how, size=3)

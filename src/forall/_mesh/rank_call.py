@@ -116,8 +116,18 @@ class RankCall:
         finally:
             if not self.is_inside:
                 self.group.leave()
-            if stack.top is None and not count_dispatch_modes():  # a recorder may run it once more
-                communication_log.drop_log()
+            _drop_messages()
+
+
+def _drop_messages() -> None:
+    """Forget the messages unless a run may still read them.
+
+    A level or a recorder may run the call once more. Where the call is made after a program that
+    has failed, the program may have sent more than the call: messages of its derivative.
+    """
+    may_run_again = stack.top is not None or count_dispatch_modes() > 0
+    if not may_run_again and not communication_log.is_reading():
+        communication_log.drop_log()
 
 
 def _is_signal(error: BaseException | None) -> bool:
