@@ -29,6 +29,7 @@ from forall._compat.call_site import OURS
 from forall._compat.private_api import get_version, has_global_hooks
 from forall._compat.storage import has_memory
 from forall._compat.transform_call import call_transform
+from forall._core import communication_log
 from forall._jit.backends.python_source import compile_python
 from forall._jit.cache.call_key import is_free
 from forall._jit.cache.call_state import EagerKind
@@ -115,17 +116,24 @@ class ByJit(AutoReplayCache):
         guards = make_guards(self.eager, (args, kwargs))
         state = State([*tensors, *guards.tensors.values()], guards.generators)
         known, hits = [*self.kinds.known.values()], self.kinds.hits
+        result, failed, is_replayed = None, None, False
         try:
             result = self.kinds.run(args, kwargs)
-        except Exception:
-            if self.kinds.hits > hits:
-                state.put_back()
-                instead()
-                raise  # by the program alone
-            if not guards.hold() or [*map(get_version, state.tensors)] != state.versions:
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+            is_replayed = self.kinds.hits > hits
+            moved = not guards.hold() or [*map(get_version, state.tensors)] != state.versions
+            if communication_log.is_final(error) or (moved and not is_replayed):
                 raise
-            rng_state.restore_states(state.drawn)
-            return instead()
+        if failed is not None:  # past the handler: the call's own error has no other as context
+            if is_replayed:
+                state.put_back()
+            else:
+                rng_state.restore_states(state.drawn)
+            result = instead()
+            if is_replayed:
+                raise RuntimeError(f"forall: a replayed call failed by\n{failed}")
+            return result
         made = next(reversed(self.kinds.known.values()), None)
         if not isinstance(made, CacheEntry):
             return result
