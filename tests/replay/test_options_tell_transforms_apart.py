@@ -104,6 +104,9 @@ def test_each_transform_is_told_from_others(at_once, monkeypatch):
         (1, True),
         ((0,), 0),
         ("a", ("a",)),
+        (0.0, 0),
+        (0.0, -0.0),
+        (0.0, float("nan")),
         (Chunks(1), 1),
         (Chunks(1), Chunks(2)),
         (Chunks(1), Chunks(1, progress=True)),
@@ -114,7 +117,12 @@ def test_values_that_are_equal_or_nearly_are_told_apart(one, other):
     assert decorator._make_transform_key((one,)) != decorator._make_transform_key((other,))
 
 
-@pytest.mark.parametrize("value", [0.0, torch.ones(1), type("Place", (int,), {})(0), [0.0]])
+def test_options_that_are_nan_are_the_same():
+    first, second = (decorator._make_transform_key((float("nan"),)) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("value", [1j, torch.ones(1), type("Place", (int,), {})(0), [1j]])
 def test_what_is_of_another_class_tells_nothing(value):
     assert decorator._make_transform_key(("grad", value)) is None
 

@@ -229,6 +229,8 @@ def _make_value_key(value: Any) -> Any:
         ]
     if value is None or kind in _WORDS:
         return kind.__name__, value  # 1 and True are not the same
+    if kind is float:
+        return kind.__name__, value.hex()  # 0.0 and -0.0 are not the same, and nan is
     if kind is Chunks:
         return kind.__name__, *[_make_value_key(getattr(value, f.name)) for f in fields(Chunks)]
     if is_mesh_class(kind):
@@ -238,7 +240,7 @@ def _make_value_key(value: Any) -> Any:
     raise TypeError
 
 
-_WORDS = frozenset({bool, int, str})
+_WORDS = frozenset({bool, int, str})  # classes whose equal values are the same option
 TENSOR_OPTION = "a tensor"  # in the key, in the place of one that replayed calls take
 _UNTOLD: Any = object()  # among a template's options, so that it has no key
 
@@ -271,7 +273,7 @@ def _is_of_words(value: Any) -> bool:
     """Return True for options that never change."""
     if type(value) is tuple:
         return all(map(_is_of_words, value))
-    return value is None or type(value) in _WORDS
+    return value is None or type(value) is float or type(value) in _WORDS
 
 
 def _has_mutable_options(value: Any) -> bool:
