@@ -56,8 +56,8 @@ PSUM_HERE = _define("psum_here")  # (*S) -> (*S) of the rank
 SHARE = _define("share")  # (*S) of the rank -> (*S)
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a sum, as `torch.sum` has it."""
+def psum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that `psum` of shared values has, which is that of `torch.sum`."""
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
@@ -210,7 +210,7 @@ for _op in _NODES:
 
 def sum_shared(x: Tensor, size: Any) -> Tensor:
     """Return the sum over examples that all have ``x``."""
-    return x.to(sum_dtype(x.dtype)) * size
+    return x.to(psum_dtype(x.dtype)) * size
 
 
 def gather_shared(x: Tensor, size: Any) -> Tensor:

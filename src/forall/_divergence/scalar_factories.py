@@ -1,7 +1,7 @@
 """torch.tensor and similar factories on a `BatchedScalar`, alone or in a list.
 
 For these functions, torch does not call ``__torch_function__`` of objects in a list. The level's
-function mode sees the call and finds it in `table.EAGER_CALLS_ALLOWED`.
+function mode sees the call and finds it in `registry.CALLS`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from forall._core.escaped_values import (
 from forall._core.host_reads import format_numbers, notify_host_read
 from forall._core.levels import Level, run_outside
 from forall._core.version_counter import VersionCount
-from forall._vmap.registry import INDEXING
+from forall._vmap.registry import AFTER_EXIT_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,7 +210,7 @@ class BatchedTensor(Wrapper):
             return call_users_classes(func, types, args, kwargs or {})
         if getattr(func, "__name__", "") in ENTRYWISE:
             raise escaped_value_error(f"x.{func.__name__}()", args[0], args[0].level.origin)
-        return call_without_mode(func, args, kwargs or {}, INDEXING.get(func))
+        return call_without_mode(func, args, kwargs or {}, AFTER_EXIT_CALLS.get(func))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -44,7 +44,7 @@ VIEWS: dict[Any, Any] = {}
 CALLS: dict[Any, Callable] = {}
 # Those that need no function mode, so that they also hold once the level has ended: in hooks and
 # recomputations of a backward pass.
-INDEXING: dict[Any, Callable] = {}
+AFTER_EXIT_CALLS: dict[Any, Callable] = {}
 # What is asked before captured tensors are shared, which costs a node of autograd's for each.
 UNSHARED: dict[Any, Callable] = {}
 # Those of them that write into their first argument.

@@ -3,7 +3,7 @@
 The function mode sees `torch.sin(x)` first. Where no operand requires grad and the stacks are
 ordinary tensors, the answer is what the dispatcher would reach after autograd and the level's
 dispatch mode, in a third of the time. A pointwise call whose operands are all mapped alike is made
-on the stacks. A call in `table.DIRECT` has a rule, as its operators have.
+on the stacks. A call in `registry.DIRECT` has a rule, as its operators have.
 """
 
 from __future__ import annotations

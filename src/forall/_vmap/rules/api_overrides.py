@@ -32,7 +32,7 @@ from forall._vmap.mutation.mutation_log import log_plain_read, make_summed_grad_
 from forall._vmap.mutation.pending_updates import is_shared_external, require_all_examples
 from forall._vmap.mutation.rollback import find_logs, get_grad_key
 from forall._vmap.mutation.view_copies import make_view_copy
-from forall._vmap.registry import CALLS, IN_PLACE, INDEXING
+from forall._vmap.registry import AFTER_EXIT_CALLS, CALLS, IN_PLACE
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -359,7 +359,7 @@ def _writes_in_place(name: str) -> bool:
 _NAMES = dir(Tensor)
 IN_PLACE.update(getattr(Tensor, name) for name in _NAMES if _writes_in_place(name))
 IN_PLACE.add(Tensor.__setitem__)
-INDEXING.update(
+AFTER_EXIT_CALLS.update(
     {
         Tensor.__getitem__: _getitem,
         Tensor.__setitem__: _set_items,
@@ -373,7 +373,7 @@ INDEXING.update(
 )
 CALLS.update(
     {
-        **INDEXING,
+        **AFTER_EXIT_CALLS,
         Tensor.__bool__: _is_nonzero,
         torch.is_nonzero: _is_nonzero,
         Tensor.is_nonzero: _is_nonzero,

@@ -72,7 +72,8 @@ register_rows(
 def make_full_handler(rule: Callable, flat: bool = True) -> Callable:
     """Return a handler from ``rule((B, N), *args)``: one result over all N entries of each example.
 
-    With ``flat`` off the rule takes (B, *S), of at least one dim, since flattening may copy.
+    With ``flat`` off the rule takes (B, *S), of at least one dim, since flattening may copy. Of
+    examples without entries the operator is called for each, and the rule is not.
     """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -133,7 +134,7 @@ register_rows(
 _DIMS = [[*range(1, rank)] for rank in range(65)]  # an example's dims in the batched tensor
 
 
-def make_sum_call(whole_op, op):
+def make_reduction_call(whole_op, op):
     """Return the direct rule of ``x.op()`` and ``x.op(dim, keepdim)``, with or without a dtype."""
 
     def rule(level, func, args, kwargs):
@@ -166,7 +167,7 @@ for _name, _ops in {
     "mean": (aten.mean.default, aten.mean.dim),
 }.items():
     for _home in (torch, torch.Tensor):
-        DIRECT[getattr(_home, _name)] = make_sum_call(*_ops)
+        DIRECT[getattr(_home, _name)] = make_reduction_call(*_ops)
 
 
 def make_extreme_call(op):
