@@ -79,6 +79,7 @@ from forall._vmap.concretize import concretize
 from forall._vmap.function_mode import VMAP_FUNCTIONS
 from forall._vmap.lazy_grad.sources import make_lazy_result
 from forall._vmap.mutation import in_place
+from forall._vmap.mutation.mutation_log import check_external_access
 from forall._vmap.numpy_fallback import run_numpy_per_example
 from forall._vmap.rule_lookup import resolve_handler
 from forall._vmap.rule_makers import basic
@@ -306,7 +307,7 @@ class Operations(VmapLevel):
             (func, args, kwargs), handler = known, None
         if met:
             boundary.check_all_shared(self, func, met)
-            known = in_place.check_external_access(self, func, args, kwargs, found is _MAPPED, met)
+            known = check_external_access(self, func, args, kwargs, found is _MAPPED, met)
             if known is not None:
                 return known(self, func, args, kwargs)
         if found is not _MAPPED:

@@ -12,20 +12,45 @@ NOTE [older memory]
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._compat import exception_safety, symbolic_diagonal
-from forall._compat.dispatch_state import below_autograd, functions_off
+from forall._compat import exception_safety, pytree, symbolic_diagonal
+from forall._compat.dispatch_state import (
+    below_autograd,
+    functions_off,
+    is_accumulating,
+    no_dispatch,
+)
 from forall._compat.documented_error import documented_error
+from forall._compat.op_schema import (
+    find_written_args,
+    find_written_tensors,
+    flatten_tensors,
+    get_facts,
+)
+from forall._compat.private_api import DispatchKey, has_kernel
 from forall._compat.storage import get_storage_id
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import format_columns, format_short
+from forall._core.errors import collective_error, format_columns, format_short, shared_write_error
 from forall._core.levels import top
+from forall._vmap import registry
 from forall._vmap.batched_tensor import AliasFamily, BatchedTensor
-from forall._vmap.mutation.pending_updates import PendingUpdates, locate_in_storage
+from forall._vmap.mutation.pending_updates import (
+    AffineUpdate,
+    PendingUpdates,
+    is_external,
+    is_pure_sum,
+    is_shared_external,
+    locate_in_storage,
+    require_all_examples,
+)
 from forall._vmap.mutation.rollback import UndoState, find_logs, get_grad_key
+from forall._vmap.rule_makers.basic import lower_shared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 Tensor = torch.Tensor
 
@@ -249,6 +274,232 @@ def take_log_snapshots(level: Any) -> list[tuple[MutationLog, tuple]]:
     if level is None:
         return []
     return [(ledger, ledger.take_snapshot()) for _, ledger in find_logs(level)]
+
+
+# --- the accesses of operators ------------------------------------------------------------------
+
+
+def check_external_access(
+    level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool, met: list[Tensor]
+) -> Callable | None:
+    """Tell the ledger of an operator that meets older memory shared by all examples, in ``met``.
+
+    Returns the handler where it is not the usual one. See NOTE [older memory].
+    """
+    kind = _KINDS.get(func) or _classify_access(func)
+    if kind is _READS and level.state.logs_writes:
+        return level.state.mutation_log.log_operand_reads(func, met)
+    if kind is _LOOKS_ONLY or is_accumulating():
+        return None
+    if level.state.calls == 1:
+        keep_once_written(
+            level, find_written_tensors(func, args, kwargs) if kind is _WRITES else ()
+        )
+        return None
+    if not (level.active and not level.records_on_value):  # no end of a call to apply updates at
+        return _check_without_end(level, func, args, kwargs, mapped)
+    if level.state.calls is not None:  # the call was made before: what it did to memory is done
+        into = () if mapped or kind is not _WRITES else find_written_tensors(func, args, kwargs)
+        return _return_target if any(is_shared_external(t, level) for t in into) else None
+    if kind is _WRITES:
+        return _handle_external_write(level, func, args, kwargs, mapped)
+    return level.state.mutation_log.log_operand_reads(func, met)
+
+
+_LOOKS_ONLY, _READS, _WRITES, _MAY_READ = "looks", "reads", "writes", "reads for the user"
+_KINDS: dict[Any, str] = {}
+_OF_AUTOGRAD = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.clone.default})
+
+
+def _classify_access(func: Any) -> str:
+    """The kind of access that an operator has to older tensors among its arguments."""
+    fact, name = get_facts(func), func.overloadpacket.__name__
+    if fact.is_collective:
+        raise collective_error("vmap", func)
+    kind = _WRITES if fact.writes else _READS
+    if (
+        fact.view
+        or func in registry.BLIND
+        or (fact.statistics and has_kernel(func.name(), _COMPOSITE))  # its parts are seen
+        or (name.startswith("new_") or name.endswith("_like"))
+        or name in _LOOKS
+    ):
+        kind = _LOOKS_ONLY
+    elif func in _OF_AUTOGRAD:
+        kind = _MAY_READ
+    _KINDS[func] = kind
+    return kind
+
+
+def keep_once_written(level: Any, targets: Iterable[Tensor]) -> None:
+    """Keep the targets of writes that run at once, since examples are directions of one call."""
+    for t in targets:
+        if is_shared_external(t, level):
+            level.state.mutation_log.keep_value(lower_shared(t, level))
+
+
+def _check_without_end(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> None:
+    """Refuse a write to an older tensor where no call will end, unless once is enough."""
+    if not mapped and not _is_idempotent(func):
+        for t in find_written_tensors(func, args, kwargs):
+            if is_external(t, level):
+                raise _make_counter_error(func, t)
+
+
+def _handle_external_write(
+    level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool
+) -> Callable | None:
+    places = find_written_args(func, args)
+    into = [t for t in find_written_tensors(func, args, kwargs) if is_shared_external(t, level)]
+    read = [a for i, a in enumerate(args) if i not in places]
+    read = flatten_tensors([*read, *(a for k, a in kwargs.items() if k not in places)])
+    if (
+        into
+        and func is _COPY
+        and is_shared_external(args[1], level)
+        and _are_same_memory(*args[:2])
+    ):
+        return _return_target  # x[i] += y ends in x[i] = what x[i] is already
+    ledger = level.state.mutation_log
+    for t in read:
+        if is_shared_external(t, level):
+            ledger.log_read(func, t)
+    if not into:
+        return None
+    renewed = [get_memory_key(t) in ledger.renewed for t in into]
+    if not mapped and all(renewed):
+        require_all_examples(level, func, into[0])
+        return None
+    rule = registry.UPDATES.get(func)
+    update = rule and rule(level, lower_shared(args[0], level), *args[1:], **kwargs)
+    if any(renewed) or not is_pure_sum(update):
+        require_all_examples(level, func, into[0])
+    if update is not None:
+        _log_addition(level, func, args, kwargs, update)
+        return _return_target
+    if mapped:
+        return None  # its own handler says why it cannot be
+    if not _is_idempotent(func):
+        raise _make_counter_error(func, into[0])
+    _check_overwrite(level, func, into, read)
+    return None if level.size else _return_target
+
+
+def _log_addition(level: Any, func: Any, args: tuple, kwargs: dict, update: Any) -> None:
+    """Log an update of the target, once torch would accept it for one example."""
+    target = args[0]
+    with no_dispatch():
+        func(*pytree.map_tensors(_make_meta, args), **pytree.map_tensors(_make_meta, kwargs))
+    if torch.is_grad_enabled() and any(
+        t.requires_grad for t in flatten_tensors([*args, *kwargs.values()])
+    ):
+        if target.requires_grad and type(target) is BatchedTensor and target.level is level:
+            raise make_unrecorded_error(func, target)
+        level.state.mutation_log.get_pending_updates(func, target).recorded = True
+    level.state.mutation_log.log_update(
+        func, target, lower_shared(target, level), update, level.size
+    )
+
+
+def log_step(level: Any, func: Any, target: Tensor, step: AffineUpdate) -> None:
+    """Log a `AffineUpdate` that autograd does not see, for the end of the call."""
+    if not (level.active and not level.records_on_value) or level.state.calls is not None:
+        raise shared_write_error(str(func), target, [])
+    require_all_examples(level, func, target)
+    level.state.mutation_log.log_update(func, target, lower_shared(target, level), step, level.size)
+
+
+def _make_meta(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+
+def _check_overwrite(level: Any, func: Any, written: list, read: list) -> None:
+    """Write the same data for all examples once, if nothing has seen the memory before."""
+    ledger = level.state.mutation_log
+    for t in written:
+        if torch.is_grad_enabled() and any(r.requires_grad for r in read):
+            raise make_unrecorded_error(func, t)
+        ledger.keep_value(lower_shared(t, level))
+        depends = func.overloadpacket.__name__ in _BY_VALUE
+        if depends and get_memory_key(t) in ledger.overwritten:
+            raise make_conflict_error(f"{func} writes to", t, "overwritten")
+        ledger.log_overwrite(
+            func, t, func.overloadpacket.__name__ in _WHOLE and _is_whole_memory(t)
+        )
+        if depends:
+            ledger.log_read(func, t)
+
+
+def _is_whole_memory(t: Tensor) -> bool:
+    """True if a tensor is all of its memory."""
+    while isinstance(t, Wrapper):
+        if type(t) is BatchedTensor and not t.is_external:
+            return t.family is None
+        t = t.value
+    return t.untyped_storage().nbytes() == t.numel() * t.element_size()
+
+
+def _are_same_memory(a: Tensor, b: Tensor) -> bool:
+    return get_memory_key(a) == get_memory_key(b) and locate_in_storage(a) == locate_in_storage(b)
+
+
+def _return_target(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Do nothing; return what an operator in place returns."""
+    return args[0] if func._schema.returns else None
+
+
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd  # whole, in inference mode
+_COPY = torch.ops.aten.copy_.default
+# Queries of how a tensor lies. Autograd asks fake tensors by operators; an error ends the process.
+_LOOKS = frozenset(
+    {
+        *("is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"),
+        *("device", "layout", "is_contiguous", "is_strides_like_format"),
+        *("size", "stride", "storage_offset", "numel", "dim", "is_non_overlapping_and_dense"),
+        *("sym_size", "sym_stride", "sym_storage_offset", "sym_numel", "sym_is_contiguous"),
+    }
+)
+_WHOLE = frozenset({"copy_", "fill_", "zero_"})
+# Operators that may be done once, though what they leave depends on what they find.
+_BY_VALUE = frozenset({"clamp_", "clamp_min_", "clamp_max_", "relu_", "abs_"})
+_IDEMPOTENT = frozenset(
+    {
+        "copy_",
+        "fill_",
+        "zero_",
+        "masked_fill_",
+        "index_fill_",
+        "index_copy_",
+        "index_put_",
+        "scatter_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "relu_",
+        "abs_",
+        "set_",
+        "resize_",
+    }
+)
+
+
+def _is_idempotent(func: Any) -> bool:
+    """True if doing it once leaves what doing it for every example in turn would leave."""
+    fact = get_facts(func)
+    return func.overloadpacket.__name__ in _IDEMPOTENT or bool(
+        fact.out_names and not fact.statistics
+    )
+
+
+def _make_counter_error(func: Any, target: Tensor) -> RuntimeError:
+    return documented_error(RuntimeError, "repeated-write")(
+        f"vmap: {func} changes a tensor from before the call, once for every example.\n"
+        f"{format_columns([('written to', format_short(target), 'shared by all examples')])}\n"
+        "Clone it inside the function (.clone()), or move the write outside vmap."
+    )
+
+
+# --- errors --------------------------------------------------------------------------------------
 
 
 def make_unrecorded_error(func: Any, t: Tensor) -> RuntimeError:

@@ -217,6 +217,11 @@ def find_logging_level() -> Any:
     return level
 
 
+def is_external(target: Any, level: Any) -> bool:
+    """True if ``target`` is a tensor from before the call."""
+    return not (type(target) is BatchedTensor and target.level is level and not target.is_external)
+
+
 def is_shared_external(t: Any, level: Any) -> bool:
     """True if ``t`` is a tensor from before the call, the same for all examples."""
     if type(t) is BatchedTensor and t.level is level:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._vmap.mutation.in_place import get_writable_stack, keep_once_written, log_step
-from forall._vmap.mutation.mutation_log import count_write
+from forall._vmap.mutation.in_place import get_writable_stack
+from forall._vmap.mutation.mutation_log import count_write, keep_once_written, log_step
 from forall._vmap.mutation.pending_updates import AffineUpdate, is_shared_external
 from forall._vmap.registry import BLIND, SHARED, register_rows
 from forall._vmap.rule_makers.basic import (
