@@ -11,15 +11,13 @@ from torch.utils._device import DeviceContext
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._compat.exception_safety import contextmanager
+from forall._compat.private_api import count_all_function_modes, pop_functions, push_functions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _CPU = torch.device("cpu")
-count_all_function_modes = torch._C._len_torch_function_stack  # their number
 _at = torch._C._get_function_stack_at
-_pop = torch._C._pop_torch_function_stack
-_push = torch._C._push_on_torch_function_stack
 PASSES_ON = DeviceContext.__torch_function__.__code__  # a frame that only passes a call on
 
 
@@ -62,18 +60,18 @@ def override_default_device(device: torch.device | None) -> Iterator[None]:
     modes = _pop_function_modes()
     for mode in modes:
         if type(mode) is not DeviceContext:
-            _push(mode)
+            push_functions(mode)
     try:
         yield
     finally:
         _pop_function_modes()
         for mode in modes:
-            _push(mode)
+            push_functions(mode)
 
 
 def _pop_function_modes() -> list[Any]:
     """Pop all function modes; return them, the outermost first."""
-    return [_pop() for _ in range(count_all_function_modes())][::-1]
+    return [pop_functions() for _ in range(count_all_function_modes())][::-1]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from forall._compat.private_api import count_dispatch_modes
+from forall._compat.private_api import count_all_function_modes, count_dispatch_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_count_functions = torch._C._len_torch_function_stack
 
 PLACES: list[Any] = []
 IDLE: list[Any] = []
@@ -101,4 +100,4 @@ def list_dispatch_modes() -> tuple:
 def list_function_modes() -> tuple:
     """Return the function modes that are on, the outermost first."""
     at = torch._C._get_function_stack_at
-    return tuple(at(i) for i in range(_count_functions()))
+    return tuple(at(i) for i in range(count_all_function_modes()))

@@ -22,6 +22,8 @@ from forall._compat import pytree, trace_modes
 from forall._compat.call_site import warn_users_line
 from forall._compat.dispatch_state import functions_off
 from forall._compat.private_api import (
+    BEFORE_AUTOGRAD,
+    count_all_function_modes,
     pop_functions,
     pop_mode,
     push_functions,
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 aten = torch.ops.aten
-_BEFORE = torch._C.DispatchKey.PreDispatch
-_count_functions = torch._C._len_torch_function_stack
 
 
 def call_after_autograd(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
@@ -96,18 +96,18 @@ class _after_autograd:
 
         self.modes = []
         while trace_modes.is_pre_dispatch_tracing():
-            self.modes.append(_python_dispatch._pop_mode(_BEFORE))
+            self.modes.append(_python_dispatch._pop_mode(BEFORE_AUTOGRAD))
         for mode in reversed(self.modes):
             mode.pre_dispatch, mode._dispatch_key = False, None
             push_mode(mode)
         push_mode(_PLAIN)
-        self.functions = [pop_functions() for _ in range(_count_functions())]
+        self.functions = [pop_functions() for _ in range(count_all_function_modes())]
         for mode in reversed(self.functions):
             if not isinstance(mode, PreDispatchTorchFunctionMode):
                 push_functions(mode)
 
     def __exit__(self, *_: object) -> None:
-        for _function in range(_count_functions()):
+        for _function in range(count_all_function_modes()):
             pop_functions()
         while self.functions:
             push_functions(self.functions.pop())
@@ -116,5 +116,5 @@ class _after_autograd:
             pop_mode(None)
         while self.modes:
             mode = self.modes.pop()
-            mode.pre_dispatch, mode._dispatch_key = True, _BEFORE
+            mode.pre_dispatch, mode._dispatch_key = True, BEFORE_AUTOGRAD
             _python_dispatch._push_mode(mode)

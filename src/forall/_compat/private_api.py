@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKWARD_HOOK",
     "BATCH_NORM",
+    "BEFORE_AUTOGRAD",
     "DispatchKey",
     "DispatchMode",
     "OpOverload",
@@ -29,8 +30,10 @@ __all__ = [
     "functions_pass",
     "has_global_hooks",
     "has_kernel",
+    "is_key_included",
     "module_of",
     "pop_functions",
+    "count_all_function_modes",
     "count_dispatch_modes",
     "pop_mode",
     "push_functions",
@@ -43,6 +46,8 @@ __all__ = [
 ]
 
 DispatchKey = torch._C.DispatchKey
+BEFORE_AUTOGRAD = DispatchKey.PreDispatch  # while a tracer is on before autograd
+is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
@@ -78,6 +83,7 @@ pop_mode = torch._C._pop_torch_dispatch_stack
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 push_functions = torch._C._push_on_torch_function_stack
 pop_functions = torch._C._pop_torch_function_stack
+count_all_function_modes = torch._C._len_torch_function_stack
 
 # torch sets hooks on a tensor: also while it regenerates the history of a view.
 SET_HOOKS = torch.Tensor._backward_hooks.__set__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]

@@ -29,6 +29,7 @@ from forall._compat.dispatch_state import (
 )
 from forall._compat.documented_error import documented_error
 from forall._compat.private_api import (
+    PLAIN,
     DispatchMode,
     count_dispatch_modes,
     pop_mode,
@@ -91,10 +92,7 @@ def can_be_posed(kind: type) -> bool:
 
     A class with its own dispatch holds tensors that a wrapper does not have.
     """
-    return kind not in _PLAIN and not issubclass(kind, Wrapper) and not has_own_dispatch(kind)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    return kind not in PLAIN and not issubclass(kind, Wrapper) and not has_own_dispatch(kind)
 
 
 class PosedTensor:

@@ -14,8 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from forall._compat.private_api import (
+    BEFORE_AUTOGRAD,
     DispatchMode,
     count_dispatch_modes,
+    is_key_included,
     pop_mode,
     push_mode,
 )
@@ -83,8 +85,4 @@ class SymbolicRange:
 
 def is_pre_dispatch_tracing() -> bool:
     """Return True if a tracer is on that sees operators before autograd does, as torch.export's."""
-    return _is_included(_BEFORE)
-
-
-_BEFORE = torch._C.DispatchKey.PreDispatch
-_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+    return is_key_included(BEFORE_AUTOGRAD)

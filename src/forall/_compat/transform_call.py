@@ -24,23 +24,23 @@ from forall._compat.exception_safety import (
     open_calls,
 )
 from forall._compat.private_api import (
+    BEFORE_AUTOGRAD,
+    count_all_function_modes,
     count_dispatch_modes,
+    is_key_included,
     pop_functions,
     pop_mode,
     push_functions,
     push_mode,
+    subclass_functions_are_on,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_functions_are_on = torch._C._is_torch_function_enabled
 _records = torch.is_grad_enabled
 _is_forward_on = torch._C._is_fwd_grad_enabled
 _keeps_casts = torch.is_autocast_cache_enabled
-_count_functions = torch._C._len_torch_function_stack
-_is_included = torch._C._dispatch_tls_is_dispatch_key_included
-_BEFORE_AUTOGRAD = torch._C.DispatchKey.PreDispatch
 
 _guards: list[Any] = []
 
@@ -53,7 +53,7 @@ def call_transform(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """
     if is_compiling() or open_calls.before is not None:
         return func(*args, **kwargs)
-    if _is_included(_BEFORE_AUTOGRAD):
+    if is_key_included(BEFORE_AUTOGRAD):
         return export_tracer.call_after_autograd(call_transform, func, *args, **kwargs)
     first_call.was_made = True
     try:
@@ -81,13 +81,13 @@ def _take_snapshot() -> tuple:
         dicts[:] = map(vars, PLACES)
     return (
         len(open_calls.open),
-        _functions_are_on(),
+        subclass_functions_are_on(),
         _records(),
         _is_forward_on(),
         forward_ad._current_level,
         _keeps_casts(),
         list_dispatch_modes() if count_dispatch_modes() else (),
-        list_function_modes() if _count_functions() else (),
+        list_function_modes() if count_all_function_modes() else (),
         [*map(dict.copy, dicts)],
     )
 
@@ -110,7 +110,7 @@ def _restore_snapshot(before: tuple) -> None:
             if now != was:
                 now.clear()
                 now.update(was)
-    if on and not _functions_are_on():
+    if on and not subclass_functions_are_on():
         _enter_for_good(torch._C._EnableTorchFunction())
     torch._C._set_grad_enabled(grad)
     torch._C._set_fwd_grad_enabled(forward)
