@@ -26,6 +26,7 @@ from torch.nn import Module
 from forall._compat.private_api import module_of
 from forall._core import communication_log
 from forall._core.python_state import (
+    CONSTRUCTORS,
     UNSET,
     UnguardedState,
     cell_contents_of,
@@ -64,7 +65,6 @@ _MOST_BYTES = 4096  # of an array
 _IN_C = frozenset({list, dict, set, bytearray, deque, OrderedDict, defaultdict})
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 _DATA_MODULES = frozenset({"builtins", "torch", "numpy"})  # whose objects hold no Python state
-_MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
 _NAMES_TORCH_CALLS = ("forward", "backward", "setup_context", "vmap", "jvp")
 
 
@@ -170,7 +170,7 @@ class PythonSnapshot:
         self.walk.left += list_parts(value) or ()
 
     def _visit_class(self, kind: type) -> None:
-        self.asked |= _MAKERS  # code that has a class may make objects of it
+        self.asked |= CONSTRUCTORS  # code that has a class may make objects of it
         self._take_class(kind)
 
     def _visit_class_of(self, thing: Any) -> None:
@@ -198,7 +198,7 @@ class PythonSnapshot:
             is_special = name[:2] == "__"
             if not isinstance(value, _METHODS):
                 left += () if is_special else (value,)  # else annotations, fields of a dataclass
-            elif is_special and name not in _MAKERS:
+            elif is_special and name not in CONSTRUCTORS:
                 left.append(value)
             else:
                 self.waiting.setdefault(name, []).append(value)

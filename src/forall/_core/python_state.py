@@ -101,9 +101,10 @@ def cell_contents_of(cell: CellType) -> Any:
         return UNSET
 
 
-_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})  # that a class calls
 # By these built-in functions and attributes code can read or bind names without naming them.
 SETTERS = frozenset({"setattr", "delattr"})  # of modules too, whose names are global
 _NAMESPACE_FUNCTIONS = SETTERS | {"globals", "eval", "exec"}
@@ -126,7 +127,7 @@ def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
     """Return the globals that a function, or one inside it, names, and whether it rebinds them."""
     found: dict[str, bool] = {}
     for i in instructions_of(code):
-        if i.opname in _GLOBALS:
+        if i.opname in GLOBAL_OPS:
             found[i.argval] = found.get(i.argval, False) or i.opname in _REBINDS_GLOBALS
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forall._compat import pure_functions
 from forall._core.code_table import walk_codes
-from forall._core.python_state import find_names_in_constant, is_not_users
+from forall._core.python_state import CONSTRUCTORS, find_names_in_constant, is_not_users
 
 if TYPE_CHECKING:
     import dis
@@ -51,7 +51,6 @@ _LOAD_ONE_OPS = frozenset(
 )
 _MODULES_BY_ANY_NAME = frozenset({"builtins", "numpy"})
 # Methods that make an object of a class; code that holds the class, or an object's, may call them.
-_MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
 _CLASS = frozenset({"type", "__class__"})
 
 
@@ -84,7 +83,7 @@ class AttributeNames:
         """Yield the methods that make an object of a class."""
         for base in kind.__mro__:
             if not is_not_users(base):
-                yield from (vars(base)[name] for name in sorted(_MAKERS & vars(base).keys()))
+                yield from (vars(base)[name] for name in sorted(CONSTRUCTORS & vars(base).keys()))
 
     def release_in_object(self, state: dict[str, Any]) -> Iterator[Any]:
         """Yield an object's attributes that code can look up now; its other attributes wait."""
@@ -146,7 +145,7 @@ class AttributeNames:
 
     def release_makers(self) -> Iterator[Any]:
         """Yield the waiting methods that make an object: code asks an object for its class."""
-        yield from self._release_names(_MAKERS)
+        yield from self._release_names(CONSTRUCTORS)
 
     def _release_all(self) -> Iterator[Any]:
         self.any = True
@@ -164,7 +163,7 @@ class AttributeNames:
             self._waiting.setdefault(name, []).append(value)
 
     def _is_released(self, name: str) -> bool:
-        unasked = self.any or (name.startswith("__") and name not in _MAKERS)
+        unasked = self.any or (name.startswith("__") and name not in CONSTRUCTORS)
         return name in self._met or (unasked and name not in _NAMES_WITHOUT_INFLUENCE)
 
 

@@ -39,7 +39,6 @@ _LINES_PER_CLOCK_READ = 64  # lines after which the clock is read
 MOST_OBSERVATIONS = (
     3  # calls that may be observed before one is recorded: the first may set things up
 )
-_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 # By these functions code finds a free variable without its name: built-in ones, and those that find
 # a frame. `super()` reads `__class__`.
 _BY_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
@@ -238,7 +237,7 @@ class ObservedCoverage(FullCoverage):
 
     def list_globals(self, code: CodeType) -> Iterable[str]:
         return dict.fromkeys(
-            i.argval for i in self._walk_instructions(code) if i.opname in _GLOBALS
+            i.argval for i in self._walk_instructions(code) if i.opname in python_state.GLOBAL_OPS
         )
 
     def list_free_vars(self, code: CodeType) -> Iterable[str]:
