@@ -858,12 +858,40 @@ class ResultError(ValueError):
     pass
 
 
+def _holding_itself(x):
+    found = Plain(n=None)
+    found.n = {"self": found, "x": x}
+    return found
+
+
 HIDING = {
     "a slot": lambda x: Result("other", x),
     "a slot of a base": lambda x: Result("n", x),
     "a slot with a private name": lambda x: Result("_Result__own", x),
     "an attribute": lambda x: Plain(n=x),
     "an exception": ResultError,
+    "an attribute of an attribute": lambda x: Plain(n=Plain(n=x)),
+    "a slot of an object in a list in an attribute": lambda x: Plain(n=[Result("n", x)]),
+    "an object beside its tensor": lambda x: (x, [Plain(n=Plain(n=(x, 1)))]),
+    "an object that holds itself": _holding_itself,
+    "a set": lambda x: {x},
+    "a frozen set": lambda x: frozenset([x]),
+    "a set in a list": lambda x: [{x}],
+    "a set in an attribute": lambda x: Plain(n={x}),
+    "the keys of a dict": lambda x: {x: 1},
+    "the keys of a dict of another class": lambda x: [defaultdict(list, {(x, 1): 1})],
+    "a view of values": lambda x: {"x": x}.values(),
+    "a view of items": lambda x: {"x": x}.items(),
+    "a view of keys": lambda x: {x: 1}.keys(),
+    "a mapping proxy": lambda x: types.MappingProxyType({"x": x}),
+    "an iterator": lambda x: iter([x]),
+    "a generator": lambda x: (y for y in [x]),
+    "a map": lambda x: map(abs, [x]),
+    "a partial": lambda x: functools.partial(plus, x),
+    "a method": lambda x: Plain(n=x).__repr__,
+    "a method of the tensor": lambda x: x.add,
+    "a closure": lambda x: lambda: x,
+    "a default": lambda x: _with_default(x),
 }
 
 
@@ -873,6 +901,34 @@ def test_a_result_that_hides_values_of_examples_is_an_error(name):
         vmap(lambda x: HIDING[name](x * 2))(X)
     with pytest.raises(ValueError, match="holds tensors where torch's trees do not see them"):
         vmap(lambda x: HIDING[name](x * 2 if x > 0 else x))(X)
+
+
+class Tree:
+    """An object that leads to much, and to no value of the examples."""
+
+    def __init__(self, depth):
+        self.parts = [Tree(depth - 1) for _ in range(2 * (depth > 0))]
+        self.shared = torch.ones(3)
+        self.home = forall
+
+
+@pytest.mark.parametrize("depth", [0, 3, 14])
+def test_a_result_that_hides_no_value_of_an_example_is_returned_as_it_is(depth):
+    tree = Tree(depth)
+    doubled, found, names = vmap(lambda x: (2 * x, tree, {"a", "b"}))(X)
+    assert torch.equal(doubled, 2 * X)
+    assert found is tree
+    assert names == {"a", "b"}
+
+
+def test_a_hidden_value_of_an_outer_call_is_refused_where_that_ends():
+    def f(x):
+        ys, held = vmap(lambda y: (x + y, Plain(n={x})))(X)
+        return ys, (held if len(held.n) > 1 else len(held.n))
+
+    assert vmap(f)(X)[1].tolist() == [1] * len(X)
+    with pytest.raises(ValueError, match="holds tensors where torch's trees do not see them"):
+        vmap(lambda x: vmap(lambda y: (x + y, Plain(n={x})))(X))(X)
 
 
 def plus(t, x):

@@ -18,7 +18,7 @@ from forall._compat.documented_error import documented_error
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
-from forall._core.reachable import list_own_attributes
+from forall._core.reachable import iterate_hidden
 from forall._divergence.batched_scalar import BatchedScalar
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import BatchedTensor
@@ -413,9 +413,7 @@ def keep_unmapped(places: OutDims, result: torch.Tensor, level: Any) -> torch.Te
 
 def pass_through(places: OutDims, result: Any, level: Any) -> Any:
     """Return a result that is no tensor as it is, if no example's own tensor hides in it."""
-    if result is None or isinstance(result, str):
-        return result
-    held = _find_hidden(result, level)
+    held = _find_hidden([result], level)
     if held is None:
         return result
     raise _make_hidden_error(
@@ -423,11 +421,13 @@ def pass_through(places: OutDims, result: Any, level: Any) -> Any:
     )
 
 
-def check_contexts(places: OutDims, spec: Any) -> None:
-    """Raise if the context of a container holds a number that differs between the examples."""
-    for x in pytree.get_leaves(pytree.find_contexts(spec)):
-        if type(x) is BatchedScalar:
-            raise _make_hidden_error(places.call, "the context of a container", x)
+def check_contexts(places: OutDims, spec: Any, level: Any) -> None:
+    """Raise if an example's own value is in the context of a container, or a key of a dict."""
+    contexts = pytree.find_contexts(spec)
+    held = _find_hidden([*contexts, *pytree.find_odd_keys(spec)], level)
+    if held is not None:
+        where = "the context of a container" if contexts else "the keys of a dict"
+        raise _make_hidden_error(places.call, where, held)
 
 
 def _make_hidden_error(
@@ -440,9 +440,9 @@ def _make_hidden_error(
     )
 
 
-def _find_hidden(thing: Any, level: Any) -> Any:
-    """Return the first value of an example among an object's attributes, or None."""
-    for x in pytree.get_leaves([value for _, value in list_own_attributes(thing)]):
+def _find_hidden(results: list[Any], level: Any) -> Any:
+    """Return the first value of an example that objects hold, at any depth, or None."""
+    for x in iterate_hidden(results):
         of = unwrap_posed(x)
         if type(x) is BatchedScalar or (
             isinstance(of, BatchedTensor) and of.level is level and of.axis is not None

@@ -139,6 +139,15 @@ def find_contexts(spec: TreeSpec) -> list[Any]:
     return [*own, *(c for child in spec._children for c in find_contexts(child))]
 
 
+def find_odd_keys(spec: TreeSpec) -> list[Any]:
+    """Return the keys of a tree's dicts that are no strings."""
+    own: list[Any] = []
+    if spec.type is not None and issubclass(spec.type, dict) and spec.type in BUILTIN_TYPES:
+        keys = spec._context[1] if spec.type is defaultdict else spec._context
+        own = [key for key in keys if type(key) is not str]
+    return [*own, *(key for child in spec._children for key in find_odd_keys(child))]
+
+
 def _walk(node: Any, found: list[Any]) -> Any:
     """Append the leaves, and return the structure in a hashable form: None for a leaf."""
     kind = type(node)

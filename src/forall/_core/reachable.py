@@ -18,20 +18,26 @@ from __future__ import annotations
 
 import array
 import functools
+import gc
 import sys
 from collections import deque
 from contextlib import _GeneratorContextManager
+from itertools import islice
 from operator import itemgetter
 from types import (
     BuiltinFunctionType,
+    FrameType,
     FunctionType,
     MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
+    TracebackType,
 )
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
+
+import torch
 
 from forall._core.python_state import (
     UNSET,
@@ -42,9 +48,10 @@ from forall._core.python_state import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 _MOST_CLASSES = 10_000
+_MOST_HIDING = 10_000  # objects of results that are looked at
 FUNCTION_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 _CALLED = (FunctionType, MethodType, functools.partial)
@@ -158,6 +165,50 @@ def list_own_attributes(thing: Any) -> list[tuple[str, Any]]:
     found += [(name, getattr(thing, name, UNSET)) for name in list_slots(type(thing))]
     state = (getattr(thing, "__dict__", None) or {}).items()
     return [*state, *[row for row in found if row[1] is not UNSET]]
+
+
+def iterate_held(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield objects and all that they hold, each once, by the garbage collector's graph.
+
+    So the contents of iterators and sets, and of objects in objects, are among these. What tensors
+    hold is not, nor what objects hold at which ``is_end`` is true. What holds nothing is left out.
+    """
+    left, seen = deque(roots), set[int]()
+    while left:
+        x = left.popleft()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        yield x
+        if isinstance(x, (ModuleType, type, torch.Tensor)) or is_end(x):
+            continue
+        if isinstance(x, FunctionType):  # its globals lead everywhere
+            found: Iterable[Any] = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+        else:
+            found = gc.get_referents(x)
+        left.extend(filter(gc.is_tracked, found))
+
+
+def iterate_hidden(results: Iterable[Any]) -> Iterator[Any]:
+    """Yield some results and what objects among them hold, the nearest first.
+
+    Objects of forall's own are not looked into, as they lead to the state of all calls. Frames lead
+    to all that runs. What lies behind many thousands of objects is not looked at.
+    """
+    objects = [*filter(gc.is_tracked, results)]
+    return islice(iterate_held(objects, _leads_out), _MOST_HIDING) if objects else iter(())
+
+
+def _leads_out(thing: Any) -> bool:
+    """True if what an object holds is not the user's part of a result."""
+    if isinstance(thing, FunctionType):
+        return is_ours(thing)
+    return isinstance(thing, (FrameType, TracebackType)) or _is_our_class(type(thing))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_our_class(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "forall"
 
 
 def list_inner_callables(func: FunctionType) -> list[Any]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from forall._api.execution.single_run import DivergedGroups, needs_plain_numbers, run_together
 from forall._compat import pytree
 from forall._compat.call_site import SourceLine
@@ -21,9 +19,8 @@ from forall._core import communication_log
 from forall._core.code_table import CodeSet, find_code
 from forall._core.divergence import Diverged, TimeExceeded
 from forall._core.errors import format_columns, name_of, warn_slow_path
-from forall._core.reachable import list_own_attributes
+from forall._core.reachable import iterate_hidden
 from forall._divergence import Refusal, convert, convert_libraries, thread
-from forall._divergence.batched_scalar import BatchedScalar
 from forall._divergence.heap import SeveralKinds, Unsplittable
 from forall._divergence.user_code import NEVER, find_owner
 from forall._divergence.varying import Varying, make_kinds_error
@@ -172,7 +169,9 @@ def _check_uniform_results(function: Callable, func: Callable) -> Callable:
     def whole(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         leaves, spec = pytree.flatten(result)
-        for n, leaf in enumerate((*leaves, *_find_hidden_leaves(leaves, spec))):
+        keys = pytree.find_odd_keys(spec)
+        hidden = iterate_hidden((*leaves, *pytree.find_contexts(spec), *keys))
+        for n, leaf in enumerate((*leaves, *hidden)):
             if type(leaf) is Varying:
                 raise make_kinds_error(result, n, leaf)
             value = unwrap_posed(leaf)
@@ -182,19 +181,6 @@ def _check_uniform_results(function: Callable, func: Callable) -> Callable:
 
     # The state to be undone is found through `__wrapped__`, if the call must run otherwise.
     return functools.update_wrapper(whole, func, assigned=(), updated=())
-
-
-def _find_hidden_leaves(leaves: list[Any], spec: Any) -> list[Any]:
-    """The leaves of contexts of containers, and of attributes of objects."""
-    contexts = pytree.get_leaves(pytree.find_contexts(spec))
-    objects = [
-        x
-        for x in (*leaves, *contexts)
-        # what a number was when some examples last read it is no part of the result
-        if not isinstance(x, torch.Tensor) and type(x) is not BatchedScalar
-    ]
-    held = [value for x in objects for _, value in list_own_attributes(x)]
-    return [*contexts, *pytree.get_leaves(held)]
 
 
 def _must_rerun(options: VmapOptions, level: VmapLevel, error: BaseException) -> bool:

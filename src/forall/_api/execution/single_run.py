@@ -96,7 +96,7 @@ def run_once(call: MappedCall) -> tuple[list, Any]:
     is_leaf = type(result) is BatchedTensor
     results, spec = ([result], pytree.LEAF) if is_leaf else pytree.flatten(result)
     if spec.type is not None:
-        mapped_inputs.check_contexts(call.places, spec)
+        mapped_inputs.check_contexts(call.places, spec, level)
     left = []
     seen: set[int] = set()
     places = call.places.expand_to_leaves(spec)

@@ -11,19 +11,17 @@ from types import (
     FunctionType,
     GenericAlias,
     MethodDescriptorType,
-    ModuleType,
     WrapperDescriptorType,
 )
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from forall._compat.ambient_settings import get_allowed_kernels
 from forall._compat.device_mesh import is_mesh_class
 from forall._compat.pure_functions import WORDS
 from forall._core.python_state import WeakBox, is_not_users
-from forall._core.reachable import CONTAINERS, WRAPPERS, is_buffer, is_ndarray
+from forall._core.reachable import CONTAINERS, WRAPPERS, is_buffer, is_ndarray, iterate_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -96,20 +94,9 @@ def lacks_names(weakly: WeakBox, names: frozenset[str]) -> bool:
 
 def can_reach_ids(wanted: set[int], held: Mapping[int, Any]) -> bool:
     """True if the garbage collector's graph leads from what is held to one of these ids."""
-    left, seen = [x for x in held.values() if not isinstance(x, WeakBox)], set()
-    while left:
-        x = left.pop()
-        if id(x) in wanted or len(seen) > _MOST:
-            return True
-        if id(x) in seen or isinstance(x, (ModuleType, type, torch.Tensor)):
-            continue
-        seen.add(id(x))
-        if isinstance(x, FunctionType):  # its globals lead everywhere
-            found = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
-        else:
-            found = gc.get_referents(x)
-        left += filter(gc.is_tracked, found)
-    return False
+    roots = [x for x in held.values() if not isinstance(x, WeakBox)]
+    found = enumerate(iterate_held(roots, lambda x: False))
+    return any(id(x) in wanted or n > _MOST for n, x in found)
 
 
 def read_buffer(value: Any) -> tuple:
