@@ -102,6 +102,14 @@ def test_slow_convolution_backward():
     _placed(f, g, x, w)
 
 
+@pytest.mark.parametrize(("heads", "width"), [(1, 3), (2, 4), (3, 8)])
+def test_heads_of_an_attention(heads, width):
+    qkv, bias = _drawn(3, 2, 5, 3 * heads * width), _drawn(3, 3 * heads * width)
+    _placed(lambda x, b: aten._transform_bias_rescale_qkv(x, b, heads), qkv, bias)
+    inner = vmap(lambda x, b: aten._transform_bias_rescale_qkv(x, b, heads), (0, None))
+    check_vmap(inner, (qkv.unsqueeze(1), bias), (0, 0))  # another call inside
+
+
 # --- products and sums ---------------------------------------------------------------------------
 
 
@@ -365,7 +373,6 @@ LEFT = {
     "_scaled_mm.default": "float8, with scales for blocks of it",
     "_scaled_mm_v2.default": "float8, with scales for blocks of it",
     "_slow_conv2d_backward.grad_input": "an out= form by another name, which nothing calls",
-    "_transform_bias_rescale_qkv.default": "only _native_multi_head_attention calls it",
     "_transformer_encoder_layer_fwd.default": "the fast path of an encoder layer, not taken here",
     "normal.out": "an in-place draw under another name, which nothing calls",
     # Some releases have these.

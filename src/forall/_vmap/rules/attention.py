@@ -106,6 +106,23 @@ register_rows(
 )
 
 
+@make_stack_handler
+def _split_heads(size, qkv, bias, heads):
+    """(B, N, T, 3*D), (3*D) -> three of (B, N, H, T, D/H): the batch axis is folded into N.
+
+    A bias of each example is added before, as one call has one bias.
+    """
+    joined = fold_into_batch(qkv, size)
+    if isinstance(bias, MappedStack):
+        biased = joined.unflatten(0, (size, -1)) + bias.v[:, None, None]
+        joined, bias = biased.flatten(0, 1), bias.v.new_zeros(bias.v.shape[1:])
+    found = aten._transform_bias_rescale_qkv.default(joined, bias, heads)
+    return tuple(x.unflatten(0, (size, -1)) for x in found)
+
+
+register_rows({aten._transform_bias_rescale_qkv.default: _split_heads})
+
+
 def _choose_sdp_kernel(level, func, args, kwargs):
     """Return the kernel that torch would choose for the batched tensor, or 0, the unfused one.
 
