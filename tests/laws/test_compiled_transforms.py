@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
 import forall
@@ -356,6 +357,64 @@ def test_sizes_left_open_compile_once():
             compiled(X.repeat(2, 1)[:n]), hessians_of_examples(X.repeat(2, 1)[:n])
         )
     assert len(graphs) == 1
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum()
+
+
+# Each option that is a whole number, of calls in which that number is 0, 1 or 2 and up.
+NUMBERS: dict[str, Callable] = {
+    "vmap, in_dims": lambda x, n: vmap(torch.sum, in_dims=n % 2)(x),
+    "vmap, in_dims in a tuple": lambda x, n: vmap(torch.outer, in_dims=(n % 2, None))(x, W[0]),
+    "vmap, in_dims in a dict": lambda x, n: vmap(lambda a: a.sum(), in_dims={"a": n % 2})(a=x),
+    "vmap, out_dims": lambda x, n: vmap(vector, out_dims=n % 2)(x),
+    "vmap, out_dims in a tuple": lambda x, n: vmap(lambda a: (a, a), out_dims=(n % 2, 0))(x),
+    "vmap, axis_size": lambda x, n: vmap(vector, axis_size=n - n + 4)(x),
+    "vmap, chunk_size": lambda x, n: vmap(vector, chunk_size=n)(x),
+    "grad": lambda x, n: grad(dot, argnums=n % 2)(x, x.sin()),
+    "grad, in a tuple": lambda x, n: grad(dot, argnums=(n % 2,))(x, x.sin()),
+    "grad_and_value": lambda x, n: grad_and_value(dot, argnums=n % 2)(x, x.sin()),
+    "jacrev": lambda x, n: jacrev(dot, argnums=n % 2)(x, x.sin()),
+    "jacrev, chunk_size": lambda x, n: jacrev(vector, chunk_size=n)(x[0]),
+    "jacfwd": lambda x, n: jacfwd(dot, argnums=n % 2)(x, x.sin()),
+    "jacfwd, chunk_size": lambda x, n: jacfwd(vector, chunk_size=n)(x[0]),
+    "jacobian, chunk_size": lambda x, n: jacobian(vector, chunk_size=n)(x[0]),
+    "hessian": lambda x, n: hessian(dot, argnums=n % 2)(x[0], x[1]),
+    "hessian, chunk_size": lambda x, n: hessian(scalar, chunk_size=n)(x[0]),
+    "hessian_diag, chunk_size": lambda x, n: hessian_diag(scalar, chunk_size=n)(x[0]),
+    "laplacian, chunk_size": lambda x, n: laplacian(scalar, chunk_size=n)(x[0]),
+    "hvp": lambda x, n: hvp(dot, argnums=n % 2)(x[0], x[1], x[2]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_among_the_options_differ_between_calls(name):
+    f = NUMBERS[name]
+    torch.compiler.reset()
+    compiled = torch.compile(f, backend="eager", fullgraph=True)
+    for n in (1, 2):  # in the second call Dynamo takes n for a symbol
+        torch.testing.assert_close(compiled(X, n), f(X, n))
+
+
+SIZES: dict[str, Callable] = {
+    "vmap, in_dims": lambda x, n: vmap(torch.sum, in_dims=n - 2)(x),
+    "vmap, in_dims in a tuple": lambda x, n: vmap(torch.add, in_dims=(n - 2, None))(x, 2.0),
+    "vmap, out_dims": lambda x, n: vmap(torch.sin, out_dims=n - 2)(x),
+    "vmap, axis_size": lambda x, n: vmap(torch.sin, axis_size=n + 1)(x),
+    "vmap, chunk_size": lambda x, n: vmap(torch.sin, chunk_size=n - 1)(x),
+    "grad": lambda x, n: grad(dot, argnums=n - 2)(x, x.sin()),
+    "jacrev, chunk_size": lambda x, n: jacrev(torch.sin, chunk_size=n)(x[0]),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_options_that_are_sizes_of_a_traced_tensor(name):
+    def f(x):
+        return SIZES[name](x, x.shape[1])
+
+    traced = make_fx(f, tracing_mode="symbolic")(X)
+    torch.testing.assert_close(traced(X.cos()), f(X.cos()))
 
 
 def test_a_transformed_function_itself_is_compiled():

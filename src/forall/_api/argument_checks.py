@@ -34,6 +34,20 @@ def check_callable(verb: str, func: Any) -> None:
         )
 
 
+def fix_numbers(options: Any) -> Any:
+    """Return options with Python's numbers in the place of symbols, which a tracer gives for sizes.
+
+    Options decide how a transform runs, so the tracer is told that the size is fixed.
+    """
+    if isinstance(options, torch.SymInt):
+        return int(options)
+    if type(options) in (tuple, list):
+        return type(options)(map(fix_numbers, options))
+    if type(options) is dict:
+        return {name: fix_numbers(x) for name, x in options.items()}
+    return options
+
+
 def check_randomness(verb: str, flag: Any, *, keys: bool = False) -> None:
     if keys and isinstance(flag, torch.Tensor):
         check_key(f"{verb}(randomness={format_short(flag)})", flag)

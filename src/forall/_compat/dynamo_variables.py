@@ -40,7 +40,8 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         """Trace the function for one example, and put the call into the graph."""
         _, verb, options, _, _, body, operands, tensors = args
-        verb, options = verb.as_python_constant(), options.as_proxy()
+        verb = verb.as_python_constant()
+        options = _pytree.tree_map_only(torch.fx.Proxy, _fix_number, options.as_proxy())
         operands = operands.as_proxy()
         whole = tensors.items
         fakes = _pytree.tree_map_only(torch.fx.Proxy, _get_example_value, operands)
@@ -121,6 +122,16 @@ class FunctionVariable(VariableTracker):
 
 def _get_example_value(proxy: torch.fx.Proxy) -> Any:
     return proxy.node.meta["example_value"]
+
+
+def _fix_number(proxy: torch.fx.Proxy) -> Any:
+    """Return an option that is a number unknown to Dynamo as the number of this call.
+
+    Dynamo takes a number that differs from call to call for a symbol. Options decide how a
+    transform runs, so the code is compiled for each of their values.
+    """
+    value = _get_example_value(proxy)
+    return int(value) if isinstance(value, torch.SymInt) else proxy
 
 
 def _make_example_variable(tx: Any, x: VariableTracker, dim: int | None) -> VariableTracker:
