@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import forall
 from forall import explain, grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
+from forall._core import looped_operators
 from oracle import same
 
 X = torch.arange(1.0, 4.0)
@@ -259,3 +261,61 @@ def test_no_reference_to_none_is_lost():
     for _ in range(3):
         explain(mapped)(xs)
     assert abs(sys.getrefcount(None) - before) < 150  # 500 for each call
+
+
+# --- operators without a batching rule -----------------------------------------------------------
+
+
+@torch.library.custom_op("explained::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@torch.library.custom_op("explained::thrice", mutates_args=())
+def thrice(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+def slowly(x):
+    return twice(x) + twice(thrice(x).sin())
+
+
+SLOW = (("explained.twice.default", 2), ("explained.thrice.default", 1))
+LOOPED = "once per example, without a batching rule"
+
+
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+@pytest.mark.parametrize("operators", [True, False])
+def test_operators_that_run_once_per_example_are_counted(operators):
+    xs = X.repeat(4, 1)
+    e = explain(vmap(slowly), operators=operators)(xs)
+    same(e.result, torch.stack([slowly(x) for x in xs]))
+    assert sorted(e.looped) == sorted(SLOW)
+    text = str(e).partition(f"{LOOPED}\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split() for line in text] == [[n, str(k), *_calls(k)] for n, k in e.looped]
+    assert all(f"<code>{name}</code>: {k} " in e.to_html() for name, k in SLOW)
+
+
+def _calls(n):
+    return ["call" if n == 1 else "calls"]
+
+
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+def test_they_are_counted_in_any_transform_and_for_one_call_alone():
+    def loss(xs):
+        return xs.square().sum() * vmap(slowly)(xs.detach()).sum()
+
+    assert sorted(explain(grad(loss))(X.repeat(4, 1)).looped) == sorted(SLOW)
+    assert sorted(explain(jit(vmap(slowly)))(X.repeat(4, 1)).looped) == sorted(SLOW)
+    assert explain(vmap(torch.sin))(X).looped == ()
+    assert LOOPED not in str(explain(vmap(torch.sin))(X))
+    with pytest.raises(ZeroDivisionError):
+        explain(vmap(lambda x: slowly(x) / (1 // 0)))(X.repeat(4, 1))
+    assert looped_operators._counters.now == []
+
+
+def test_what_is_counted_is_what_is_warned_of():
+    with pytest.warns(forall.PerformanceWarning) as caught:
+        e = explain(vmap(lambda x: torch.as_tensor(np.fft.fft(x)).abs().sin()))(X.repeat(4, 1))
+    assert [name for name, _ in e.looped] == ["np.fft"]
+    assert any("numpy runs np.fft once per example" in str(w.message) for w in caught)

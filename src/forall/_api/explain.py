@@ -129,6 +129,8 @@ class Explanation(ExplainedCall):
         seconds: how long the call took, while it was measured.
         operators: the calls, seconds and bytes allocated of each operator, the longest first.
             Empty also with ``operators=False``, and within another profiler.
+        looped: the operators without a batching rule that ran once per example, as a warning tells,
+            and numpy's functions, each with the number of its calls.
         inside: the explanations of the first few vmaps that ran inside a call of another transform,
             without their results. Empty if the call was replayed or recorded.
 
@@ -154,6 +156,9 @@ class Explanation(ExplainedCall):
         how = "otherwise for one example after another"
         return [(place.near(), place.text(), how) for place in self.scalar]
 
+    def _list_looped(self) -> list[tuple[str, str]]:
+        return [(name, explain_plot.format_count(n, "call")) for name, n in self.looped]
+
     def __str__(self) -> str:
         parts = [self._title()]
         for title, rows in (
@@ -164,6 +169,7 @@ class Explanation(ExplainedCall):
             ("not converted, so run once for each group", [tuple(f) for f in self.refused]),
             ("parted inside, as it is, and ran again for each group", self._list_reruns()),
             ("of Python's own values alone", self._list_scalar_lines()),
+            ("once per example, without a batching rule", self._list_looped()),
             ("replayed", [(self.replay,)] if self.replay else []),
             ("how such calls run", [(self.measured,)] if self.measured else []),
             ("program", [(line,) for line in self.program.splitlines()]),
@@ -269,6 +275,7 @@ def _describe_mapped(
         examples=size,
         seconds=measured.seconds,
         operators=measured.operators,
+        looped=measured.looped,
         _report=report,
     )
 
@@ -335,6 +342,7 @@ def _describe_call(
         program,
         seconds=measured.seconds,
         operators=measured.operators,
+        looped=measured.looped,
         inside=tuple(
             _describe_mapped(report, unknown) for report in reports if report.level is not None
         ),

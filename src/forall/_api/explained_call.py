@@ -26,6 +26,7 @@ class ExplainedCall:
     examples: int = 0
     seconds: float = 0.0
     operators: tuple[OperatorCost, ...] = ()
+    looped: tuple[tuple[str, int], ...] = ()
     inside: tuple[ExplainedCall, ...] = ()
     _report: Report = field(default_factory=Report, repr=False)
 

@@ -140,6 +140,7 @@ def _make_body(e: ExplainedCall, before: str = "") -> str:
         _make_section("Examples over steps", _draw_lanes(e, colours)),
         _make_section("Divergence by source line", _list_source(e, colours)),
         _make_section("Functions", _list_functions(e)),
+        _make_section("Once per example, without a batching rule", _list_looped(e)),
         _make_section("Time and memory by operator", _list_operators(e)),
         _make_section("Recorded program", _show_program(e)),
     )
@@ -157,6 +158,13 @@ def _list_ways(e: ExplainedCall) -> str:
     )
     measured = f'\n<p class="muted">Such calls: {escape(e.measured)}</p>' if e.measured else ""
     return f"<ol>{items}</ol>{measured}"
+
+
+def _list_looped(e: ExplainedCall) -> str:
+    items = "".join(
+        f"<li><code>{escape(name)}</code>: {format_count(n, 'call')}</li>" for name, n in e.looped
+    )
+    return f"<ul>{items}</ul>" if items else ""
 
 
 def _describe_replay(e: ExplainedCall) -> str:

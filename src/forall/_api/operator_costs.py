@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forall._compat import profiler
+from forall._core.looped_operators import count_looped_operators
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,15 +40,25 @@ class CallCosts(Protocol):
 
 
 class MeasuredCall(NamedTuple):
-    """The result of a call, and what it took; no operators if they were not recorded."""
+    """The result of a call, and what it took; no operators if they were not recorded.
+
+    ``looped`` are those that ran once per example, each with how often that was.
+    """
 
     result: Any
     seconds: float
     operators: tuple[OperatorCost, ...] = ()
+    looped: tuple[tuple[str, int], ...] = ()
 
 
 def measure_call(run: Callable[[], Any], *, operators: bool) -> MeasuredCall:
     """Return ``run()``, measured by operator unless a profiler is on already."""
+    with count_looped_operators() as looped:
+        found = _measure(run, operators=operators)
+    return found._replace(looped=tuple(looped.items()))
+
+
+def _measure(run: Callable[[], Any], *, operators: bool) -> MeasuredCall:
     if not operators or profiler.is_profiling():
         start = perf_counter()
         result = run()

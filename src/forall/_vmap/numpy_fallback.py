@@ -10,9 +10,10 @@ from forall._compat import numpy_interop, pytree
 from forall._compat.dispatch_state import functions_off
 from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper, unwrap_all
-from forall._core.errors import data_dependent_error, warn_slow_path
+from forall._core.errors import data_dependent_error
 from forall._core.host_reads import notify_host_read
 from forall._core.levels import run_outside
+from forall._core.looped_operators import note_looped_operator
 from forall._vmap.batched_tensor import BatchedTensor, replace_ended_args
 from forall._vmap.per_example import (
     find_mapped_levels,
@@ -31,9 +32,10 @@ def run_numpy_per_example(_level: Any, func: Any, args: tuple, kwargs: dict, /) 
     notify_host_read()
     levels = find_mapped_levels(flat)
     if levels:
-        warn_slow_path(
+        note_looped_operator(
+            _format_numpy_name(func),
             f"vmap: numpy runs {_format_numpy_name(func)} once per example.\n"
-            "Use torch's function, or one of numpy's that torch has too."
+            "Use torch's function, or one of numpy's that torch has too.",
         )
     results = []
     for places in iter_example_numbers(levels):

@@ -25,8 +25,9 @@ from forall._compat.op_schema import (
     get_facts,
 )
 from forall._compat.private_api import DispatchKey, get_decompositions, has_kernel
-from forall._core.errors import DataDependentError, collective_error, warn_slow_path
+from forall._core.errors import DataDependentError, collective_error
 from forall._core.levels import run_outside
+from forall._core.looped_operators import note_looped_operator
 from forall._core.version_counter import bump_versions
 from forall._vmap import custom_rules, registry
 from forall._vmap.mutation import in_place
@@ -264,7 +265,8 @@ def _get_alias_set(returned: Any) -> frozenset:
 
 
 def _warn_of_slow_loop(func: Any) -> None:
-    warn_slow_path(
+    note_looped_operator(
+        str(func),
         f"vmap: {func} has no rule and runs once per example.\n"
-        "Add a rule with forall.extend.batching_rule to make it fast."
+        "Add a rule with forall.extend.batching_rule to make it fast.",
     )

@@ -13,7 +13,7 @@ import torch
 from forall._compat import pytree
 from forall._compat.op_schema import get_facts
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import warn_slow_path
+from forall._core.looped_operators import note_looped_operator
 from forall._core.sparse_operands import alias_constant, is_sparse
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.rule_makers import basic
@@ -41,9 +41,10 @@ def run_per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if func is _ALIAS and not isinstance(args[0], Wrapper):  # compressed rows have no such view
         return alias_constant(args[0])
     outs = basic.call_per_example(level, func, args, kwargs)
-    warn_slow_path(
+    note_looped_operator(
+        str(func),
         f"vmap: {func} has no rule for a tensor of this layout and runs once per example.\n"
-        "Use .to_dense() to make it fast."
+        "Use .to_dense() to make it fast.",
     )
     out = basic.stack_results(outs)
     out = out if level.size else basic.drop_examples(out)
