@@ -683,6 +683,38 @@ def run_on_two_dims(mesh):
     return [t.full_tensor().detach() for t in (y, total, w.grad)], tuple(uneven.shape)
 
 
+def swap_axes(x):
+    """A function of one block that tells dim "a" of a mesh from dim "b"."""
+    return x * psum(axis_index("a"), "b") + psum(x, "a")
+
+
+def replay_blocks(mesh):
+    """Return the results of some calls of each function of blocks, the hits, and an explanation.
+
+    The first rank runs the functions, the others replay them and compare.
+    """
+    rank = mesh.get_local_rank()
+    line = DeviceMesh.from_group(mesh.get_group(), "cpu", mesh_dim_names=("a",))
+    grid, turned = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for names in (("a", "b"), ("b", "a"))
+    )
+    both = [Shard(0), Shard(1)]
+    calls = {
+        "one dim": (f := shard_map(lambda x: x.sin() * psum(x, "a"), line)),
+        "two dims": (g := shard_map(mix, grid)),
+        "a derivative": shard_map(grad(lambda x: mix(x).sin().sum()), grid),
+        "inside a derivative": grad(lambda x: g(x).sin().sum()),
+        "made anew": lambda x: shard_map(mix, grid, (both,))(x),
+        "swapped": lambda x: shard_map(swap_axes, grid)(x) - 3 * shard_map(swap_axes, turned)(x),
+    }
+    found = {name: [] for name in calls}
+    with settings(patience=0.0, replay="check" if rank else False):
+        for i, (name, call) in itertools.product(range(5), calls.items()):
+            found[name].append(call(WIDE[rank] + i))
+        hits = [get_calls(call).hits for call in (f, g)]
+        return found, hits, str(forall.explain(g)(WIDE[rank] + 5))
+
+
 def map_dtensors(mesh, sizes):
     """Return the results of a vmap of DTensors, and the gradient of a replicated one."""
     xs = distribute_tensor(WIDE[: sum(sizes)], mesh, [Shard(0)])

@@ -56,6 +56,36 @@ def test_blocks_of_a_mesh_of_two_dims(pool):
         assert shape == (10, 3)  # blocks of 1, 2, 3 and 4 rows
 
 
+def test_calls_of_blocks_are_replayed(pool):
+    answers = ask(pool, "replay_blocks", size=4)
+    mix, swap = rank_programs.mix, rank_programs.swap_axes
+
+    def map_blocks(f, names=("a", "b")):
+        for name in reversed(names):
+            f = vmap(f, axis_name=name)
+        return lambda x: f(x.view(2, 2, 3)).view(4, 3)
+
+    def lean(f):
+        return forall.grad(lambda x: f(x).sin().sum())
+
+    wants = {
+        "one dim": vmap(lambda x: x.sin() * forall.psum(x, "a"), axis_name="a"),
+        "two dims": map_blocks(mix),
+        "a derivative": map_blocks(lean(mix)),
+        "inside a derivative": lean(map_blocks(mix)),
+        "made anew": map_blocks(mix),
+        "swapped": lambda x: map_blocks(swap)(x) - 3 * map_blocks(swap, ("b", "a"))(x),
+    }
+    for name, f in wants.items():
+        for i in range(5):
+            found = torch.stack([answer[name][i] for answer, _, _ in answers])
+            torch.testing.assert_close(found, f(rank_programs.WIDE[:4] + i), msg=name)
+    for rank, (_, hits, told) in enumerate(answers):
+        assert [n > 1 for n in hits] == [rank > 0] * 2
+        assert ("replayed: the recorded program ran" in told) is (rank > 0)
+        assert told.startswith("shard_map(mix)")
+
+
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 3, 2), (2, 2, 1)])
 def test_a_dtensor_is_the_examples_of_all_ranks(pool, sizes):
     xs, w = rank_programs.WIDE[: sum(sizes)], rank_programs.W

@@ -7,6 +7,9 @@ from itertools import combinations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 import forall
 from forall import Chunks, grad, jacrev, jvp, vjp, vmap
@@ -15,7 +18,6 @@ from forall._api.execution import transform_decorator as decorator
 
 X = torch.arange(1.0, 4.0)
 DATA = {"func", "primals", "tangents"}  # what a call is of
-WITHOUT_KEY = {"mesh"}  # calls of all ranks are not replayed
 # Of each keyword two values that a transform takes.
 VALUES = {
     "argnums": (0, 1),
@@ -34,11 +36,21 @@ VALUES = {
     "axis_name": (None, "b"),
     "axis_size": (None, 3),
     "_preallocate_and_copy": (False, True),
+    "in_placements": (None, ([Shard(0)], [Replicate()])),
+    "out_placements": ([Shard(0)], [Shard(1)]),
 }
-# Transforms whose calls are no one else's: a wrapper of `jit` has its kinds for itself, what `vjp`
-# replays is the function that it was given, whatever it does with the results, and a call of
-# `shard_map` is one of `vmap`. The last is torch's, and not replayed.
-OF_THEIR_OWN = {"jit", "vjp", "shard_map", "functionalize"}
+# Transforms whose calls are no one else's: a wrapper of `jit` has its kinds for itself, and what
+# `vjp` replays is the function that it was given, whatever it does with the results. The last is
+# torch's, and not replayed.
+OF_THEIR_OWN = {"jit", "vjp", "functionalize"}
+
+
+@pytest.fixture(scope="module")
+def meshes():
+    """Meshes of one process, whose dims have unlike names."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield [init_device_mesh("cpu", (1,), mesh_dim_names=(name,)) for name in "ab"]
+    dist.destroy_process_group()
 
 
 def transforms() -> dict:
@@ -52,8 +64,10 @@ def transforms() -> dict:
     }
 
 
-def key(name: str, monkeypatch: pytest.MonkeyPatch, **options) -> tuple:
+def key(name: str, meshes: list, monkeypatch: pytest.MonkeyPatch, **options) -> tuple:
     """What tells a transform with these options from others."""
+    if name == "shard_map":
+        options = {"mesh": meshes[0], **options}
     keys, original = [], decorator._make_transform_key
 
     def noted(how: tuple) -> tuple:
@@ -75,7 +89,7 @@ KEYWORDS = [
     (name, parameter)
     for name in KEYED
     for parameter in inspect.signature(transforms()[name]).parameters
-    if parameter not in DATA | WITHOUT_KEY
+    if parameter not in DATA
 ]
 
 
@@ -85,16 +99,27 @@ def test_there_are_transforms_with_keywords():
 
 
 @pytest.mark.parametrize(("name", "keyword"), KEYWORDS)
-def test_each_keyword_of_each_transform_tells_it_from_others(name, keyword, at_once, monkeypatch):
-    one, other = VALUES[keyword]
-    first = key(name, monkeypatch, **{keyword: one})
-    assert first != key(name, monkeypatch, **{keyword: other})
-    assert first == key(name, monkeypatch, **{keyword: one})
+def test_each_keyword_of_each_transform_tells_it_from_others(
+    name, keyword, meshes, at_once, monkeypatch
+):
+    one, other = meshes if keyword == "mesh" else VALUES[keyword]
+    first = key(name, meshes, monkeypatch, **{keyword: one})
+    assert first != key(name, meshes, monkeypatch, **{keyword: other})
+    assert first == key(name, meshes, monkeypatch, **{keyword: one})
 
 
-def test_each_transform_is_told_from_others(at_once, monkeypatch):
-    keys = [key(name, monkeypatch) for name in KEYED]
+def test_each_transform_is_told_from_others(meshes, at_once, monkeypatch):
+    keys = [key(name, meshes, monkeypatch) for name in KEYED]
     assert len({*keys}) == len(keys)
+
+
+def test_meshes_of_two_dims_are_told_by_their_names(meshes):
+    grids = [init_device_mesh("cpu", (1, 1), mesh_dim_names=n) for n in (("a", "b"), ("b", "a"))]
+    keys = [decorator._make_transform_key((mesh,)) for mesh in (*meshes, *grids)]
+    assert None not in keys
+    assert len({*keys}) == 4
+    again = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    assert decorator._make_transform_key((again,)) == keys[2]
 
 
 @pytest.mark.parametrize(
@@ -195,8 +220,7 @@ def test_an_option_has_one_key_however_it_is_passed(at_once, monkeypatch):
 @pytest.mark.parametrize("name", sorted({*transforms()} - {"functionalize"}))
 def test_a_transform_refuses_arguments_that_it_does_not_take(name):
     transform = transforms()[name]
-    missing = "arguments: 'func' and 'mesh'" if name == "shard_map" else "argument: 'func'"
-    with pytest.raises(TypeError, match=rf"{name}\(\) missing .* {missing}"):
+    with pytest.raises(TypeError, match=rf"{name}\(\) missing .* argument: 'func'"):
         transform()
     with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'other'"):
         transform(torch.sin, other=1)

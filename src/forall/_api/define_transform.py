@@ -41,13 +41,13 @@ def define_transform(
 ) -> Callable[[F], F]:
     """Return a decorator for a transform that returns the transformed function.
 
-    The decorated function checks its options, and returns a function that runs one call of the
-    function that is its first argument. Each of ``makers`` makes an argument of `replay_transform`
-    from the user's function and the options.
+    The decorated function checks its options, which are all parameters but the first, and returns
+    a function that runs one call of the function that is its first argument. Each of ``makers``
+    makes an argument of `replay_transform` from the user's function and the options.
     """
 
     def decorate(make_eager: F) -> F:
-        own = _Definition(make_eager, makers)
+        own = _Definition(make_eager, makers, has_point=False)
 
         @functools.wraps(make_eager)
         def transform(func: Callable, *args: Any, **kwargs: Any) -> Callable:
@@ -77,7 +77,7 @@ def define_transform_at_point(by_torch: Callable | None = None) -> Callable[[F],
     """
 
     def decorate(run: F) -> F:
-        own = _Definition(run)
+        own = _Definition(run, has_point=True)
         run_by_torch = by_torch or functools.partial(functorch_interop.call_torch_func, own.verb)
 
         def run_or_hand_over(func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -123,19 +123,22 @@ def find_calls_at_point(
 class _Definition(UnguardedState):
     """A transform as it was defined, with its name and its options.
 
-    The options are the parameters with a default. See NOTE [the key of a transform].
+    The options are the parameters after the function. Where the point is passed too, they are
+    those with a default. See NOTE [the key of a transform].
     """
 
-    def __init__(self, function: Callable, makers: dict[str, Callable] | None = None) -> None:
+    def __init__(
+        self, function: Callable, makers: dict[str, Callable] | None = None, *, has_point: bool
+    ) -> None:
         self.function, self.makers = function, makers or {}
         self.verb = function.__name__
         _, *parameters = inspect.signature(function).parameters.values()
-        options = [p for p in parameters if p.default is not p.empty]
-        self.defaults = {p.name: p.default for p in options}
+        options = [p for p in parameters if p.default is not p.empty or not has_point]
+        self.defaults = {p.name: p.default for p in options if p.default is not p.empty}
         self.names = [p.name for p in options if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def bind_options(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """Return all options of a call that passes nothing else, in the order of the signature."""
+        """Return all options of a call that passes nothing else, however it passes them."""
         if not args and not kwargs:
             return self.defaults
         return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}

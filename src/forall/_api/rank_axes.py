@@ -8,6 +8,8 @@ import torch
 
 from forall._api.vmap import vmap
 from forall._compat import pytree
+from forall._compat.device_mesh import get_mesh_dim
+from forall._core.errors import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 def bind_axes(func: Callable, names: Sequence[str], mesh: DeviceMesh) -> Callable:
     """Return ``func`` with these dims of a mesh as axes, along which this rank has one value."""
     for name in reversed(names):
-        func = _bind_axis(func, name, mesh if mesh.ndim == 1 else mesh[name])
+        func = _bind_axis(func, name, get_mesh_dim(mesh, name))
     return func
 
 
@@ -31,4 +33,5 @@ def _bind_axis(func: Callable, name: str, mesh: DeviceMesh) -> Callable:
             [x.squeeze(0) if isinstance(x, torch.Tensor) else x for x in leaves], spec
         )
 
+    run_as_example.__name__ = name_of(func)  # for messages of a mapped call around this one
     return run_as_example

@@ -9,9 +9,10 @@ import torch
 
 from forall._api import argument_checks
 from forall._api.collectives import psum
+from forall._api.define_transform import define_transform
 from forall._api.rank_axes import bind_axes
 from forall._core.bound_meshes import bound
-from forall._core.errors import TransformCall
+from forall._core.errors import TransformCall, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ def axes(mesh: DeviceMesh) -> Iterator[None]:
         bound.meshes = before
 
 
+@define_transform()
 def shard_map(
     func: Callable, mesh: DeviceMesh, in_placements: Any = None, out_placements: Any = None
 ) -> Callable:
@@ -85,7 +87,7 @@ def shard_map(
 
     Cost: a call of `vmap` over one example per rank, for each dim of the mesh, and one message per
     collective. With ``out_placements``, one more per sharded dim of a result, for its size.
-    Calls are not replayed by themselves; `jit` records them.
+    Calls of blocks are replayed, those with DTensors run as they are.
 
     Raises:
         TypeError, ValueError: for something else than a mesh with names, for a DTensor with other
@@ -105,10 +107,9 @@ def shard_map(
         tensor([0.2500, 0.7500])
         >>> dist.destroy_process_group()
     """
-    argument_checks.check_callable("shard_map", func)
     argument_checks.check_named_mesh("shard_map", mesh)
 
-    def run_on_blocks(*args: Any, **kwargs: Any) -> Any:
+    def run_on_blocks(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         from forall._mesh import dtensors  # imports torch.distributed
 
         call = TransformCall("shard_map", func)
@@ -134,6 +135,7 @@ def shard_map(
             ]
             return result, shapes
 
+        call_with_shapes.__name__ = name_of(func)
         result, shapes = bind_axes(call_with_shapes, names, mesh)(*args, **kwargs)
         if out_placements is None:
             return result

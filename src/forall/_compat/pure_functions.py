@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from forall._compat.device_mesh import is_mesh_class
+from forall._compat.device_mesh import is_mesh_class, is_placement_class
 from forall._compat.dispatch_state import CAST_KEYS
 from forall._compat.private_api import (
     OpOverload,
@@ -271,7 +271,9 @@ _LOOKED_AT = frozenset({torch.jit.ScriptFunction, *_INERT})
 
 def is_inert(value: Any) -> bool:
     kind = type(value)
-    if isinstance(value, _INERT) or module_of(kind) in _INERT_MODULES or is_mesh_class(kind):
+    if isinstance(value, _INERT) or module_of(kind) in _INERT_MODULES:
+        return True
+    if is_mesh_class(kind) or is_placement_class(kind):
         return True
     return kind.__module__ == "numpy" and issubclass(kind, sys.modules["numpy"].generic)
 

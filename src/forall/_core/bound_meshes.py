@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forall._compat.device_mesh import get_mesh_dim
 from forall._compat.exception_safety import RestoredState
 
 if TYPE_CHECKING:
@@ -21,5 +22,5 @@ def find_bound_dim(name: Hashable) -> Any:
     """Return the mesh of one dim that has this name; None if no bound mesh has it."""
     for mesh in reversed(bound.meshes):
         if name in mesh.mesh_dim_names:
-            return mesh if mesh.ndim == 1 else mesh[name]
+            return get_mesh_dim(mesh, name)
     return None

@@ -72,12 +72,22 @@ class RankGroup:
 
 
 def get_rank_group(mesh: DeviceMesh) -> RankGroup:
-    """Return the ranks of a mesh of one dim. All of them have to call this."""
+    """Return the ranks of a mesh of one dim."""
+    (ranks,) = list_rank_groups(mesh)
+    return ranks
+
+
+def list_rank_groups(mesh: DeviceMesh) -> list[RankGroup]:
+    """Return for each dim of a mesh the ranks along it, of which this process is one."""
     communication_log.begin_use()
-    group, names = mesh.get_group(), mesh.mesh_dim_names
+    names = mesh.mesh_dim_names or ["mesh"] * mesh.ndim
+    return [*map(_get_ranks, mesh.get_all_groups(), names)]
+
+
+def _get_ranks(group: ProcessGroup, axis: str) -> RankGroup:
     known = _by_group.get(group)
     if known is None:
-        known = RankGroup(group, names[0] if names else "mesh")
+        known = RankGroup(group, axis)
         _by_group[group] = _by_handle[known.handle] = known
     return known
 

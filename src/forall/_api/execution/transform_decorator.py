@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 from forall._api import dynamo_call
 from forall._api.chunk_size import Chunks
 from forall._compat import functorch_interop, profiler
-from forall._compat.device_mesh import is_mesh_class
+from forall._compat.device_mesh import is_mesh_class, is_placement_class
 from forall._compat.private_api import PLAIN
 from forall._compat.trace_modes import is_pre_dispatch_tracing
 from forall._compat.transform_call import call_transform
@@ -233,10 +233,13 @@ def _make_value_key(value: Any) -> Any:
         return kind.__name__, value.hex()  # 0.0 and -0.0 are not the same, and nan is
     if kind is Chunks:
         return kind.__name__, *[_make_value_key(getattr(value, f.name)) for f in fields(Chunks)]
+    if is_placement_class(kind):
+        return kind.__name__, value
     if is_mesh_class(kind):
-        from forall._mesh.rank_group import get_rank_group  # imports torch.distributed
+        from forall._mesh.rank_group import list_rank_groups  # imports torch.distributed
 
-        return kind.__name__, get_rank_group(value).handle
+        handles = (ranks.handle for ranks in list_rank_groups(value))
+        return kind.__name__, value.mesh_dim_names, *handles
     raise TypeError
 
 

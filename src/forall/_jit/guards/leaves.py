@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from forall._compat.ambient_settings import get_allowed_kernels
-from forall._compat.device_mesh import is_mesh_class
+from forall._compat.device_mesh import is_mesh_class, is_placement_class
 from forall._compat.pure_functions import WORDS
 from forall._core.python_state import WeakBox, is_not_users
 from forall._core.reachable import CONTAINERS, WRAPPERS, is_buffer, is_ndarray, iterate_held
@@ -142,7 +142,7 @@ def is_method_def(func: FunctionType) -> bool:
 
 def is_constant_class(kind: type) -> bool:
     """True for a built-in class of constants; a user's subclass may have attributes."""
-    if kind in LEAVES or is_mesh_class(kind):
+    if kind in LEAVES or is_mesh_class(kind) or is_placement_class(kind):
         return True
     return issubclass(kind, LEAVES) and is_not_users(kind)
 
