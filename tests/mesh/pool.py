@@ -7,13 +7,16 @@ them. The pool returns what each rank returned, or the text of what it raised.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -36,15 +39,27 @@ class RanksLostError(Exception):
     """Some ranks gave no answer in time, or their processes have ended."""
 
 
+@functools.cache
+def _start_server() -> Any:
+    """Start a server that imports torch and the programs once, and is copied for each process.
+
+    Some releases of Python give it no other path than that of the environment.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mesh.rank_programs", "torch._dynamo"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return context
+
+
 class Pool:
     """Processes that are started once, and answer calls until one of them is lost."""
 
     def __init__(self, size: int, timeout: float = 20.0) -> None:
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
-        # A server that has imported torch once is copied for each process.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["mesh.rank_programs"])
+        context = _start_server()
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         self.lost: str | None = None  # why no more calls can be answered
