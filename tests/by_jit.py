@@ -8,7 +8,8 @@ between, and so are the random numbers. Results, what is left in the arguments a
 captured, and derivatives taken outside have to be the same.
 
 The function itself runs once with each call, as ever, and what `jit` cannot record is no failure.
-What it records although the function does more than `jit` can see is told by the mark `impure`.
+What it records although the function does more than `jit` can see is told by the mark `impure`,
+and so are tests of how calls run: those of such a test are made as ever.
 """
 
 from __future__ import annotations

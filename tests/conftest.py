@@ -113,7 +113,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     own = policy.AutoReplayCache
     failed: list[converted_run.Obstacle] = []
     warn, converted_run.warn_of_groups = converted_run.warn_of_groups, _heard(failed)
-    if BY_JIT and not ASIDE & _folders(item):
+    if BY_JIT and not _is_aside(item):
         import by_jit
 
         policy.AutoReplayCache = by_jit.ByJit
@@ -161,11 +161,15 @@ def _folders(item: pytest.Item) -> set[str]:
     return {*item.path.relative_to(item.config.rootpath).parts}
 
 
+def _is_aside(item: pytest.Item) -> bool:
+    """True for a test whose calls are made as ever where all others are made by `jit` too."""
+    return bool(ASIDE & _folders(item)) or item.get_closest_marker("impure") is not None
+
+
 def _how(item: pytest.Item, before: bool | str) -> bool | str:
     if item.get_closest_marker("counted") is not None:
         return False
     if BY_JIT:
-        impure = item.get_closest_marker("impure") is not None
-        return before if ASIDE & _folders(item) else False if impure else "check"
+        return before if _is_aside(item) else "check"
     one_in_some = "replay" not in _folders(item) and not crc32(item.nodeid.encode()) % ONE_IN
     return "check" if before is True and one_in_some else before

@@ -197,6 +197,7 @@ def test_layers_and_their_gradients_are_the_loop(kind):
     assert difference(forall.vmap(forall.grad(value))(every, xs), loop(truth)(every, xs)) is None
 
 
+@pytest.mark.counted
 @KIND
 def test_rows_of_a_jacobian_are_no_calls_of_the_kernel(kind, calls):
     module, mode, params, (x, *_), h, c = layer(kind)

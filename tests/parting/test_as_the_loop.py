@@ -531,6 +531,7 @@ def test_a_loop_that_was_broken_off_for_what_is_done_once_is_timed_again(monkeyp
     assert 0 < starts[1] < 1  # no longer than the call together took
 
 
+@pytest.mark.impure("reads the times of a loop, which a program does without")
 def test_a_loop_is_timed_when_the_calls_in_it_are_recorded(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
     monkeypatch.setattr(config, "patience", 0.0)
@@ -748,6 +749,7 @@ def test_what_asks_nothing_runs_at_once(monkeypatch):
         torch.testing.assert_close(mapped(XS), XS * 2)
 
 
+@pytest.mark.impure("of calls that stay with the loop, and none that is recorded does")
 class TestSettled:
     """Calls that stay with the loop without being looked at anew are told from all others."""
 
