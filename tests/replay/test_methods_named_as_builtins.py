@@ -46,20 +46,17 @@ def test_a_function_that_calls_the_method_is_replayed(name, at_once, hits):
     exec(text, home)  # noqa: S102 - the name is what differs
     call = home["call"]
     for _ in range(6):
-        got = vmap(call)(X)
-    torch.testing.assert_close(got, 2 * X)
+        torch.testing.assert_close(vmap(call)(X), 2 * X)
     assert hits
     hits.clear()
-    for _ in range(6):
-        got = grad(lambda x: call(x).sum())(X)  # a function that is made anew
-    torch.testing.assert_close(got, torch.full_like(X, 2))
+    for _ in range(6):  # a function that is made anew
+        torch.testing.assert_close(grad(lambda x: call(x).sum())(X), torch.full_like(X, 2))
     assert hits
 
 
 def test_a_function_that_sets_its_model_for_evaluation(at_once, hits):
     for _ in range(8):
-        got = vmap(evaluated)(X)
-    torch.testing.assert_close(got, MODEL[0](X).square())
+        torch.testing.assert_close(vmap(evaluated)(X), MODEL[0](X).square())
     assert hits
     MODEL.train()  # the next call changes it, as the function does
     torch.testing.assert_close(vmap(evaluated)(X), MODEL[0](X).square())
@@ -70,7 +67,7 @@ def test_a_function_that_is_made_anew(at_once, hits):
     for step in range(8):
         x = X + step
         got = grad(lambda w, x=x: (MODEL.eval()(x) * w).sum())(torch.ones(3))
-    torch.testing.assert_close(got, MODEL(x).sum(0))
+        torch.testing.assert_close(got, MODEL(x).sum(0))
     assert hits
 
 
