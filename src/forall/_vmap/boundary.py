@@ -182,6 +182,30 @@ def hand_back_history(
     return True
 
 
+def list_written_captures(level: VmapLevel) -> list[tuple[torch.Tensor, BatchedTensor]]:
+    """The captured tensors of a call whose stand-ins were written into with a history, with these.
+
+    A stand-in is made by `Broadcast`; a write that autograd records gives it another node.
+    """
+    return [
+        (t, s)
+        for t, s in level.lift_cache.values()
+        if t.requires_grad
+        and type(s) is BatchedTensor
+        and s.grad_fn is not None
+        and not isinstance(s.grad_fn, Broadcast._backward_cls)
+    ]
+
+
+def hand_back_captured(t: torch.Tensor, stand_in: BatchedTensor, level: VmapLevel) -> None:
+    """Give a captured tensor the history of what the call has written into its stand-in.
+
+    Its numbers are there already, as the stand-in has its memory.
+    """
+    level.state.mutation_log.keep_history(t)
+    lift(t, level.parent).copy_(keep_shared(stand_in))
+
+
 def keep_shared(example: BatchedTensor) -> torch.Tensor:
     """The value that is left of one that all examples share, when its level has ended."""
     with functions_off():

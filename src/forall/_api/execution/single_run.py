@@ -32,7 +32,11 @@ from forall._vmap import boundary
 from forall._vmap.batched_tensor import BatchedTensor, replace_ended_args
 from forall._vmap.concretize_listeners import StepLimit, TracerListener, add_listeners
 from forall._vmap.dispatch import run_vmap_level
-from forall._vmap.mutation.mutation_log import get_memory_key, take_log_snapshots
+from forall._vmap.mutation.mutation_log import (
+    get_memory_key,
+    make_unrecorded_error,
+    take_log_snapshots,
+)
 from forall._vmap.vmap_level import VmapConfig, VmapLevel
 
 if TYPE_CHECKING:
@@ -92,6 +96,9 @@ def run_once(call: MappedCall) -> tuple[list, Any]:
         # Classes of the user's may look at examples where they are put together.
         args, kwargs = arguments.unflatten(examples)
         result = call.func(*args, **kwargs)
+        captured = _find_written_captures(level) if level.lift_cache else []
+    for t, stand_in in captured:
+        _give_back_captured_history(t, stand_in, level)
     _give_back_history(arguments, entered, level, call.origin)
     is_leaf = type(result) is BatchedTensor
     results, spec = ([result], pytree.LEAF) if is_leaf else pytree.flatten(result)
@@ -149,6 +156,27 @@ def _give_back_history(
         twins = [x for x in arguments.leaves if isinstance(x, torch.Tensor)]
         if sum(get_memory_key(x) == get_memory_key(leaf) for x in twins) > 1:
             raise mapped_inputs.make_written_twice_error(origin.call, leaf)
+
+
+def _find_written_captures(level: VmapLevel) -> list[tuple[torch.Tensor, Any]]:
+    """The captured tensors that get the history of writes into what stood for them.
+
+    Raises:
+        RuntimeError: another captured tensor has the same memory. It got no history of the write.
+    """
+    with functions_off():
+        captured = boundary.list_written_captures(level)
+        for t, stand_in in captured:
+            others = (o for o, _ in level.lift_cache.values() if o is not t and o.requires_grad)
+            if any(get_memory_key(other) == get_memory_key(t) for other in others):
+                raise make_unrecorded_error("the function", stand_in)
+    return captured
+
+
+def _give_back_captured_history(t: torch.Tensor, stand_in: Any, level: VmapLevel) -> None:
+    """Give a captured tensor the history of writes into what stood for it during the call."""
+    with functions_off():
+        boundary.hand_back_captured(t, stand_in, level)
 
 
 def _take_out_result(

@@ -212,14 +212,18 @@ class MutationLog:
             raise make_conflict_error(f"{func} adds to", target, "read")
         if key in self.overwritten:
             raise make_conflict_error(f"{func} adds to", target, "overwritten")
-        if self.undoable:
-            self.undo_state.keep_history(target)
+        self.keep_history(target)
         return self.accounts.setdefault(key, PendingUpdates())
 
     def keep_value(self, value: Tensor) -> None:
         """Remember what an older tensor, from just outside the level, holds before a write."""
         if self.undoable:
             self.undo_state.keep_value((get_memory_key(value), locate_in_storage(value)), value)
+
+    def keep_history(self, target: Tensor) -> None:
+        """Remember the history of an older tensor before autograd records a write on it."""
+        if self.undoable:
+            self.undo_state.keep_history(target)
 
     def keep_grads(self, node: Any) -> None:
         """Remember the .grad of leaves that a backward pass which goes on from ``node`` adds to."""
@@ -351,6 +355,8 @@ def _handle_external_write(
 ) -> Callable | None:
     places = find_written_args(func, args)
     into = [t for t in find_written_tensors(func, args, kwargs) if is_shared_external(t, level)]
+    for t in into:
+        _refuse_leaf(level, t)
     read = [a for i, a in enumerate(args) if i not in places]
     read = flatten_tensors([*read, *(a for k, a in kwargs.items() if k not in places)])
     if (
@@ -383,6 +389,22 @@ def _handle_external_write(
         raise _make_counter_error(func, into[0])
     _check_overwrite(level, func, into, read)
     return None if level.size else _return_target
+
+
+def _refuse_leaf(level: Any, target: Tensor) -> None:
+    """Raise as torch does for a write into a captured leaf that requires grad, or a view of one.
+
+    Autograd does not raise: the leaf's stand-in is no leaf.
+    """
+    if not (torch.is_grad_enabled() and target.requires_grad and type(target) is BatchedTensor):
+        return
+    base = target if target._base is None else target._base
+    for t, stand_in in level.lift_cache.values():
+        if stand_in is base and t.is_leaf and t.requires_grad:
+            raise RuntimeError(
+                f"a {'' if base is target else 'view of a '}leaf Variable that requires grad is "
+                "being used in an in-place operation."
+            )
 
 
 def _log_addition(level: Any, func: Any, args: tuple, kwargs: dict, update: Any) -> None:

@@ -28,11 +28,12 @@ from forall._vmap.batched_tensor import (
 )
 from forall._vmap.concretize import concretize_for_user, get_plain_numbers
 from forall._vmap.failing_example import check_fits, first_error
+from forall._vmap.function_mode import find_sharing_level
 from forall._vmap.mutation.mutation_log import log_plain_read, make_summed_grad_error
 from forall._vmap.mutation.pending_updates import is_shared_external, require_all_examples
 from forall._vmap.mutation.rollback import find_logs, get_grad_key
 from forall._vmap.mutation.view_copies import make_view_copy
-from forall._vmap.registry import AFTER_EXIT_CALLS, CALLS, IN_PLACE
+from forall._vmap.registry import AFTER_EXIT_CALLS, CALLS, IN_PLACE, UNSHARED
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -356,6 +357,34 @@ def _writes_in_place(name: str) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
+def _make_write_into_shared(func: Any) -> Any:
+    """Return an override that makes a write into a captured tensor one into its stand-in.
+
+    Autograd runs operators on what such a call writes into. On the tensor itself they would be
+    recorded as for one example; the history of its stand-in is handed back when the call ends.
+    """
+    known = CALLS.get(func)
+
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        level = find_sharing_level(top())
+        if level is None:
+            return NotImplemented
+        shared, more = level.share_captured((x, *args), kwargs)
+        if shared[0] is x:
+            return NotImplemented
+        out = NotImplemented if known is None else known(*shared, **more)
+        if out is NotImplemented:
+            out = func(*shared, **more)
+        return x if out is shared[0] else out
+
+    return call
+
+
+# Writes which examples may make once for all, and on whose target autograd runs operators.
+_READ_THEIR_TARGET = (
+    *("__setitem__", "clamp_", "clamp_min_", "clamp_max_", "clip_"),
+    *("relu_", "abs_", "absolute_"),
+)
 _NAMES = dir(Tensor)
 IN_PLACE.update(getattr(Tensor, name) for name in _NAMES if _writes_in_place(name))
 IN_PLACE.add(Tensor.__setitem__)
@@ -403,5 +432,13 @@ CALLS.update(
             getattr(Tensor, n): _make_memory_call(n)
             for n in ("numpy", "tolist", "__array__", "__dlpack__")
         },
+    }
+)
+UNSHARED.update(
+    {
+        func: _make_write_into_shared(func)
+        for home in (Tensor, torch)
+        for name in _READ_THEIR_TARGET
+        if (func := getattr(home, name, None)) is not None
     }
 )
