@@ -277,6 +277,67 @@ def test_a_module_that_does_not_do_the_same_with_each_call():
     assert told(slope).startswith("no: ")
 
 
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, list, set])
+def test_a_container_of_a_library(kind, monkeypatch):
+    home, found = torch.distributions.kl, kind()
+    monkeypatch.setattr(home, "_KL_MEMOIZE", found)
+
+    def f(x):
+        return x.sum() * (2.0 + len(torch.distributions.kl._KL_MEMOIZE))
+
+    slope, x = forall.grad(f), torch.randn(3)
+    assert replayed(slope, x, lambda x: torch.full_like(x, 2.0))
+    put = {list: "append", set: "add"}.get(kind)
+    if put is None:
+        found[1] = 2
+    else:
+        getattr(found, put)(1)
+    assert replayed(slope, x, lambda x: torch.full_like(x, 3.0))
+    monkeypatch.setattr(home, "_KL_MEMOIZE", kind())
+    assert same(slope(x), torch.full((3,), 2.0))
+
+
+def test_the_hooks_of_all_modules():
+    def f(x):
+        return x.sum() * (2.0 + len(torch.nn.modules.module._global_forward_hooks))
+
+    slope, x = forall.grad(f), torch.randn(3)
+    assert replayed(slope, x, lambda x: torch.full_like(x, 2.0))
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert same(slope(x), torch.full((3,), 3.0))
+    finally:
+        handle.remove()
+    assert same(slope(x), torch.full((3,), 2.0))
+
+
+def test_a_container_of_a_library_that_is_written_to_with_each_call(monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.distributions.kl, "_KL_MEMOIZE", found)
+
+    def f(x):
+        torch.distributions.kl._KL_MEMOIZE.append(1)  # pyright: ignore[reportAttributeAccessIssue]
+        return x.sum()
+
+    slope = forall.grad(f)
+    for _ in range(9):
+        slope(torch.randn(3))
+    assert len(found) == 9
+
+
+def test_a_function_of_the_users_in_a_container_of_a_library(monkeypatch):
+    monkeypatch.setattr(torch.distributions.kl, "_KL_MEMOIZE", {"clock": lambda: next(ticks)})
+    ticks = iter(range(99))
+
+    def f(x):
+        table: dict = torch.distributions.kl._KL_MEMOIZE
+        return x.sum() * table["clock"]()
+
+    slope, x = forall.grad(f), torch.randn(3)
+    for i in range(9):
+        assert same(slope(x), torch.full((3,), float(i)))
+
+
 def test_a_debugger_is_left_alone(monkeypatch):
     stops = []
     monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(sys.gettrace()))

@@ -16,6 +16,7 @@ numbers, files, the screen, a tensor's version.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
@@ -74,6 +75,7 @@ _OPS_WITH_ATTRIBUTE = ATTRIBUTES | {
     "IMPORT_FROM",
 }  # with an attribute's name
 _NAMES_OF_ALL = frozenset({"__dict__", "__dir__", "__getattribute__"})  # give all names of a module
+_REGISTRIES = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
 _WATCHED = frozenset({"__code__", "__dict__"})  # guarded where code names them
 
 
@@ -164,6 +166,7 @@ class _CodeReader:
     def __init__(self, guards: Guards) -> None:
         self.guards, self.ran = guards, guards.ran
         self._modules: set[ModuleType] = set()  # modules that were checked
+        self._registries: dict[int, Any] = {}  # containers of libraries that were
         # Names of attributes in all code that ran, and whether it may look up any name:
         self._names, self._by_any = set[str](), False
         for code in self.ran.list_codes():
@@ -265,7 +268,7 @@ class _CodeReader:
     def _may_use(self, value: Any, inside: ModuleType, name: str) -> bool:
         """True if code may use the value of a library module's name, which is guarded from now."""
         self.guards.watch_name(vars(inside), name, value)
-        return self._is_trusted(value) or self._is_idle(value)
+        return self._is_trusted(value) or self._is_idle(value) or self._is_registry(value)
 
     def is_certain(self, value: Any) -> bool:
         """True if the guards see all of an object's state, or the object never changes.
@@ -300,6 +303,20 @@ class _CodeReader:
             else self._may_use(value, module, name)
             for name, value in found
         )
+
+    def _is_registry(self, value: Any) -> bool:
+        """True for a library's container of constants and trusted values, guarded from now on.
+
+        Most are empty: the hooks of all modules, for example.
+        """
+        if type(value) not in _REGISTRIES:
+            return False
+        if id(value) in self._registries:  # it is being looked at, or was
+            return True
+        self._registries[id(value)] = value
+        self.guards.watch_entries(value)
+        entries = [*value, *(value.values() if isinstance(value, dict) else ())]
+        return all(self._is_trusted(x) or self._is_registry(x) for x in entries)
 
     def _is_trusted(self, value: Any) -> bool:
         if pure_functions.is_state_query(value):

@@ -63,6 +63,14 @@ class GuardConditions:
         self._libraries.watch_class(kind)
         self._holding = None
 
+    def watch_entries(self, container: Any) -> None:
+        """Watch the entries of a container."""
+        if isinstance(container, dict):
+            self._state.watch_entries(container)
+        elif not isinstance(container, (tuple, frozenset)):
+            self._state.lists.append((container, tuple(container)))
+        self._holding = None
+
     def watch_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Watch the metadata of the tensors that a program reads, and of all visited tensors."""
         known = {id(t): t for t in (*self.tensors.values(), *tensors) if type(t) in PLAIN}
