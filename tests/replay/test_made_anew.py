@@ -1,5 +1,7 @@
 """Functions that are made anew with each call of another, and what they hold: one is as another."""
 
+import builtins
+import builtins as of_python
 import gc
 import weakref
 
@@ -14,6 +16,7 @@ from forall._api.execution.transform_decorator import find_transform
 from forall._auto_replay import fresh_closures
 
 pytestmark = pytest.mark.usefixtures("at_once")
+FACTOR = 1.0  # is looked up by its name in a text
 D = torch.float64
 X = torch.linspace(0.1, 1, 6, dtype=D).reshape(2, 3)
 SCALE = 2.0
@@ -277,3 +280,34 @@ def test_the_table_is_bounded(monkeypatch):
     for i in range(30):
         agree(lambda x, i=i: vmap(grad(lambda v: (v * i).sin().sum()))(x), X)
     assert len(fresh_closures.table) <= 8
+
+
+class Switched:
+    factor = 2.0
+
+    def eval(self):
+        return self.factor
+
+
+def test_a_method_with_the_name_of_a_built_in_function(hits):
+    switched, x = Switched(), torch.randn(3)
+    for i in range(20):
+        switched.factor = 2.0 if i < 15 else 3.0
+        slope = forall.grad(lambda x: (x * switched.eval()).sum())(x)
+        assert torch.equal(slope, torch.full((3,), switched.factor))
+    assert hits
+
+
+@pytest.mark.parametrize("how", ["global", "attribute", "alias", "value"])
+def test_the_built_in_function_itself_reads_anew(how, monkeypatch):
+    evaluate, x = eval, torch.randn(3)
+    made = {
+        "global": lambda: lambda x: (x * eval("FACTOR")).sum(),  # noqa: S307
+        "attribute": lambda: lambda x: (x * builtins.eval("FACTOR")).sum(),  # noqa: S307
+        "alias": lambda: lambda x: (x * of_python.eval("FACTOR")).sum(),  # noqa: S307
+        "value": lambda: lambda x: (x * evaluate("FACTOR")).sum(),
+    }
+    for i in range(12):
+        monkeypatch.setitem(globals(), "FACTOR", float(i))
+        slope = forall.grad(made[how]())
+        assert torch.equal(slope(x), torch.full((3,), float(i)))

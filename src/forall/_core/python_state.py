@@ -158,7 +158,7 @@ def may_rebind_by(code: CodeType, names: frozenset[str]) -> bool:
     if not find_rebound_names(code).isdisjoint(code.co_freevars):
         return True
     found = globals_of(code)
-    called = {name for name, _ in found if name in names}
+    called = names if "builtins" in names else {name for name, _ in found if name in names}
     return (
         any(written for _, written in found)
         or not _NAMESPACE_FUNCTIONS.isdisjoint(called)
