@@ -363,6 +363,19 @@ def test_what_takes_long_to_record_is_recorded_when_the_calls_have_taken_as_long
     assert hits > 50
 
 
+def test_what_takes_long_to_read_is_observed_instead(at_once, monkeypatch):
+    read = policy.find_impurity
+
+    def read_what_ran(guards, **how):
+        return read(guards, **how) if guards.ran.seen else deadline.TOO_LONG
+
+    monkeypatch.setattr(policy, "find_impurity", read_what_ran)
+    g, x = grad(lambda x: x.sin().sum()), torch.randn(3)
+    for _ in range(60):
+        assert torch.equal(g(x), x.cos())
+    assert get_transform_calls(g).hits
+
+
 def test_a_recording_is_spread_over_calls(at_once, monkeypatch):
     g, given = grad(_once(perceptron)), (X[0],)
     Clock(monkeypatch, 6e-3)

@@ -243,6 +243,8 @@ class AutoReplayCache(CallCache):
                     self._take_first_steps(call, result, until)
                 return result
             if why == TOO_LONG:
+                if due.tries and not due.ran.seen:  # an observed call names less to be read
+                    self.unseen = self.unseen or why
                 self._postpone(call.key, due, why)
                 return call.instead()
             if due.sights >= MOST_OBSERVATIONS:

@@ -68,7 +68,9 @@ class LibraryWalk:
     ) -> None:
         self.walk, self.asked, self.state, self.libraries = walk, asked, state, libraries
         self.left: list[FunctionType] = []
-        self.kinds: list[type] = []
+        self.kinds: list[type] = []  # whose methods are not yet known
+        self._kinds: dict[int, type] = {}  # whose methods are known
+        self._unnamed: list[tuple[str, FunctionType]] = []  # methods that no code names so far
         # Values that others have registered with a library, and the user's classes they are for.
         self._registered: list[tuple[list[type], Any]] = []
         self._names: frozenset[str] = frozenset()
@@ -140,16 +142,31 @@ class LibraryWalk:
         self._registered += [(find_key_classes(key), x) for key, x in select_users_entries(entries)]
 
     def _queue_methods(self) -> bool:
-        asks = self.asked.contains_name
+        """Queue the methods that code names by now; return True if there are any."""
         for kind in self.kinds:
-            for name, found in vars(kind).items():
-                func = getattr(found, "fget", None) or getattr(found, "__func__", found)
-                if isinstance(func, FunctionType) and func.__code__ not in self._followed_methods:
-                    dunder = name[:2] == "__" or name in NAMES_TORCH_CALLS
-                    if self.asked.ran.seen or dunder or asks(name) or name in self._names:
-                        self._followed_methods.add(func.__code__)
-                        self.left.append(func)
+            if id(kind) not in self._kinds:
+                self._kinds[id(kind)] = kind
+                self._unnamed += _iterate_methods(kind)
+        self.kinds.clear()
+        asked, unnamed = self.asked, self._unnamed
+        self._unnamed = []
+        for name, func in unnamed:
+            dunder = name[:2] == "__" or name in NAMES_TORCH_CALLS
+            if asked.ran.seen or dunder or asked.contains_name(name) or name in self._names:
+                if func.__code__ not in self._followed_methods:
+                    self._followed_methods.add(func.__code__)
+                    self.left.append(func)
+            else:
+                self._unnamed.append((name, func))
         return bool(self.left)
+
+
+def _iterate_methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the methods of a class, and the getters of its properties, with their names."""
+    for name, found in vars(kind).items():
+        func = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        if isinstance(func, FunctionType):
+            yield name, func
 
 
 def is_followed(func: FunctionType) -> bool:
