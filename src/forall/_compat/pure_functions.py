@@ -79,10 +79,10 @@ _HOMES_OF_FUNCTIONS = (
 )
 
 _BUILTINS = """
-    abs all any bool bytes callable complex dict divmod enumerate filter float frozenset hasattr int
-    isinstance issubclass iter len list map max min next object pow range repr reversed round set
-    slice sorted str sum super tuple type zip property staticmethod classmethod True False None
-    NotImplemented Ellipsis __build_class__ __name__ __annotations__
+    abs all any bin bool bytes callable chr complex dict divmod enumerate filter float frozenset
+    hasattr hex int isinstance issubclass iter len list map max min next object oct ord pow range
+    repr reversed round set slice sorted str sum super tuple type zip property staticmethod
+    classmethod True False None NotImplemented Ellipsis __build_class__ __name__ __annotations__
 """
 _TELLING = """
     _version grad grad_fn is_leaf retains_grad output_nr data_ptr const_data_ptr _base _is_view

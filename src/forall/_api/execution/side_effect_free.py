@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 _MOST = 1000  # values that are inspected
 _MOST_COPIED = 1 << 20  # entries of a tensor
+# For the choice of a plain loop. Replay has a list of its own, in `pure_functions`: it also asks
+# that the result depends on the arguments alone.
 _NAMES_OF_BUILTINS = """
     abs all any ascii bin bool bytes chr complex dict divmod enumerate filter float format frozenset
     hash hex int isinstance iter len list map max min next oct ord pow range repr reversed round set
