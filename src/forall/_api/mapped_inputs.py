@@ -471,7 +471,7 @@ def join_column(
     if all(isinstance(x, torch.Tensor) for x in column):
         if place is None:
             return first
-        _check_same_shapes(call, column, place, firsts)
+        _check_same_shapes(call, column, place, firsts, leaf)
         return torch.cat(column, place % first.dim())
     for number, other in zip(firsts, column, strict=True):
         is_same = pytree.holds_same(first, other)
@@ -496,13 +496,18 @@ def _describe_of_one(value: Any, place: int | None) -> tuple[str, str]:
     return format_short(value), type_name_of(value)
 
 
-def _check_same_shapes(call: TransformCall, column: tuple, place: int, firsts: list[int]) -> None:
+def _check_same_shapes(
+    call: TransformCall, column: tuple, place: int, firsts: list[int], leaf: LeafPlace
+) -> None:
     shapes = [[*t.shape] for t in column]
     for shape in shapes:
         del shape[place % (len(shape) or 1)]
     for number, shape in zip(firsts, shapes, strict=True):
         if shape != shapes[0]:
-            rows = [(f"example {firsts[0]}", f"{shapes[0]}"), (f"example {number}", f"{shape}")]
+            rows = [
+                (f"{leaf.describe()}example {n}", f"{s}")
+                for n, s in ((firsts[0], shapes[0]), (number, shape))
+            ]
             raise documented_error(ValueError, "results-differ-in-shape")(
                 f"{call}: the results of the examples differ in shape.\n{format_columns(rows)}\n"
                 "They cannot be stacked. Return the same shape for every example, or say "

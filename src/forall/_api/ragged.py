@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._api.mapped_inputs import LeafPlace
 from forall._api.nested_components import NestedExamples
 from forall._compat import pytree
 from forall._compat.documented_error import documented_error
@@ -58,7 +59,7 @@ def nest_results(call: TransformCall, tree: Any, given: Sequence[Any], *, always
     unless ``always``.
     """
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: Any, at: LeafPlace) -> Any:
         if type(leaf) is not RaggedResult:
             return leaf
         examples, place = leaf.examples, leaf.place
@@ -69,7 +70,7 @@ def nest_results(call: TransformCall, tree: Any, given: Sequence[Any], *, always
         if place % (examples[0].dim() + 1):
             rows = [("out_dims", str(place))]
             if other is not None:
-                rows += [(f"example {n}", str(shapes[n])) for n in (0, other)]
+                rows += [(f"{at.describe()}example {n}", str(shapes[n])) for n in (0, other)]
             raise documented_error(ValueError, "results-differ-in-shape")(
                 f"{call}: results of several shapes leave as a nested tensor, examples first.\n"
                 f"{format_columns(rows)}\n"
@@ -82,7 +83,7 @@ def nest_results(call: TransformCall, tree: Any, given: Sequence[Any], *, always
                 "Pad the results to one shape, or return them from the outermost vmap."
             )
         if len({*map(len, shapes)}) > 1:
-            rows = [(f"example {n}", str(shapes[n])) for n in (0, other or 0)]
+            rows = [(f"{at.describe()}example {n}", str(shapes[n])) for n in (0, other or 0)]
             raise documented_error(ValueError, "results-differ-in-shape")(
                 f"{call}: the results of the examples differ in rank.\n{format_columns(rows)}\n"
                 "A nested tensor has components of one rank. Return the same for every example."
@@ -99,4 +100,4 @@ def nest_results(call: TransformCall, tree: Any, given: Sequence[Any], *, always
         return torch.nested.as_nested_tensor(examples, layout=torch.jagged)
 
     flat, spec = pytree.flatten(tree)
-    return pytree.unflatten([one(leaf) for leaf in flat], spec)
+    return pytree.unflatten([one(leaf, LeafPlace(spec, n)) for n, leaf in enumerate(flat)], spec)

@@ -1,4 +1,4 @@
-"""What the verbs say about names, results of one call, trees, and parts of the Hessian."""
+"""What transforms say about names, results of one call, trees, and parts of the Hessian."""
 
 from dataclasses import dataclass
 
@@ -280,6 +280,67 @@ def test_results_that_differ_in_structure():
         """,
     ):
         vmap(f, chunk_size=2)(X)
+
+
+ROWS = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+
+
+def positive(x):
+    return x[x > 0]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}])
+@pytest.mark.parametrize(
+    ("tree", "of"),
+    [(lambda y: y, ""), (lambda y: {"mean": y.mean(), "kept": y}, "result['kept'] of ")],
+)
+def test_results_that_differ_in_shape(tree, of, options):
+    def f(x):
+        return tree(positive(x))
+
+    with refused(
+        ValueError,
+        f"""
+        vmap(f, out_dims=0): the results of the examples differ in shape.
+            {of}example 0   [1]
+            {of}example 1   [2]
+        They cannot be stacked. Return the same shape for every example, or say ragged=True for a nested tensor.
+        """,
+    ):
+        vmap(f, **options)(ROWS)
+
+
+def test_ragged_results_that_differ_in_rank():
+    def f(x):
+        return x.mean(), x if x[1] > 0 else x[None]
+
+    with refused(
+        ValueError,
+        """
+        vmap(f, out_dims=0): the results of the examples differ in rank.
+            result[1] of example 0   [1, 2]
+            result[1] of example 1   [2]
+        A nested tensor has components of one rank. Return the same for every example.
+        """,
+    ):
+        vmap(f, ragged=True)(ROWS)
+
+
+def test_ragged_results_whose_examples_are_not_first():
+    def f(x):
+        return x.mean(), positive(x)
+
+    with refused(
+        ValueError,
+        """
+        vmap(f, out_dims=(0, 1)): results of several shapes leave as a nested tensor, examples first.
+            out_dims                 1
+            result[1] of example 0   [1]
+            result[1] of example 1   [2]
+        Give out_dims=0 (its default), or return the same shape for every example.
+        """,
+    ):
+        vmap(f, out_dims=(0, 1), ragged=True)(ROWS)
 
 
 # --- stacks of modules -------------------------------------------------------------------------
