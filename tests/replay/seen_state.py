@@ -136,6 +136,66 @@ f: x*len(pickle.dumps(c))
 > copyreg.pickle(C,lambda c: (str,('abcdef',)))
 ? copyreg.dispatch_table.pop(C) and None
 
+# copy of a dict
+import copy
+G={'k':2.}
+f: x*copy.copy(G)['k']
+> G['k']=3.
+
+# copy of a list by another name
+from copy import copy as shallow
+G=[[2.]]
+f: x*shallow(G)[0][0]
+> G[0][0]=3.
+
+# copy by a method that is replaced
+import copy
+class C:
+ k=2.
+ def __copy__(self): return self
+c=C()
+f: x*copy.copy(c).k
+> def later(self): return C
+> C.__copy__=later;C.k=3.
+
+# copy by a method that gives another's attribute
+import copy
+class C:
+ k=2.
+ def __copy__(self): return D
+class D: k=2.
+c=C()
+f: x*copy.copy(c).k
+> C.__copy__=lambda self: self;C.k=3.
+
+# copy of a dict that becomes an object
+import copy
+class OwnDict(dict):
+ def __copy__(self): return {'k':3.}
+G={'k':2.}
+f: x*copy.copy(G)['k']
+> G=OwnDict(k=2.)
+
+# copy of a dict by another copier
+import copy
+G={'k':2.}
+f: x*copy.copy(G)['k']
+> copy._copy_dispatch[dict]=lambda d: {'k':3.}
+? copy._copy_dispatch.update({dict:dict.copy})
+
+# copy of an object
+import copy
+class C: pass
+c=C();c.k=2.
+f: x*copy.copy(c).k
+> c.k=3.
+
+# copy of a tensor
+import copy
+W=torch.full((),2.)
+f: x*copy.copy(W)
+> W=torch.full((),3.)
+
 # pickle of a tensor
 W=torch.ones(1)
 import pickle

@@ -43,6 +43,8 @@ CASES = dict(
 # What no guard can compare: these are to be called, each time.
 NOT_REPLAYED = {
     "closure by locals",
+    "copy of an object",
+    "copy of a tensor",
     "hash by another function of that name",
     "pickle of a tensor",
     "lru cache_info hits",

@@ -276,7 +276,7 @@ class _CodeReader:
         A function of the user's is not certain by itself: its code has to be read.
         """
         if isinstance(value, FunctionType) and not is_ours(value):
-            return self._is_trusted(value) or self._is_idle(value)
+            return self._is_trusted(value) or self._is_idle(value) or self._copies_containers(value)
         if is_environment(value):
             return True
         if isinstance(value, ModuleType):
@@ -322,6 +322,18 @@ class _CodeReader:
         if pure_functions.is_state_query(value):
             self.guards.watch_answer(value)
         return pure_functions.is_trusted_value(value)
+
+    def _copies_containers(self, value: Any) -> bool:
+        """True for `copy.copy` if the call was seen to copy nothing by an object's own reducer.
+
+        The copiers that Python keeps for its classes are compared from now on.
+        """
+        if not pure_functions.is_shallow_copy(value) or not self.ran.seen:
+            return False
+        if any(map(self.ran.may_have_run, pure_functions.REBUILDING)):
+            return False
+        self.guards.watch_answer(pure_functions.list_copiers)
+        return True
 
     def _is_uninstantiated(self, value: Any) -> bool:
         """True for a class of tensors whose methods did not run, as in an `isinstance` test."""

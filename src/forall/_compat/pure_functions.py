@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -296,6 +297,21 @@ def is_known_function(value: Any) -> bool:
 
 # Functions that read any attribute of their argument.
 READERS = frozenset({hasattr, pickle.dumps})
+
+# Code of `copy.copy` that makes an object of what the object's own reducer tells.
+REBUILDING = (copy._reconstruct.__code__,)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_shallow_copy(value: Any) -> bool:
+    """Return True for `copy.copy`, which calls what is registered for, or in, an object's class."""
+    return value is copy.copy
+
+
+def list_copiers() -> tuple[Any, ...]:
+    """Return the functions by which `copy.copy` copies the objects of Python's own classes."""
+    table = copy._copy_dispatch  # pyright: ignore[reportAttributeAccessIssue]
+    return (*table.items(),)
+
 
 SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
 # The nodes of TorchScript, besides operators, that have no state.
