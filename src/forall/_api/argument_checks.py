@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -37,14 +38,19 @@ def check_callable(verb: str, func: Any) -> None:
 def fix_numbers(options: Any) -> Any:
     """Return options with Python's numbers in the place of symbols, which a tracer gives for sizes.
 
-    Options decide how a transform runs, so the tracer is told that the size is fixed.
+    Options decide how a transform runs, so the tracer is told that the size is fixed. A container
+    without symbols is returned as it is: the caller may change it later.
     """
     if isinstance(options, torch.SymInt):
         return int(options)
     if type(options) in (tuple, list):
-        return type(options)(map(fix_numbers, options))
+        fixed = [fix_numbers(x) for x in options]
+        is_same = all(map(operator.is_, fixed, options))
+        return options if is_same else type(options)(fixed)
     if type(options) is dict:
-        return {name: fix_numbers(x) for name, x in options.items()}
+        values = fix_numbers([*options.values()])
+        is_same = all(map(operator.is_, values, options.values()))
+        return options if is_same else dict(zip(options, values, strict=True))
     return options
 
 

@@ -142,7 +142,7 @@ def find_contexts(spec: TreeSpec) -> list[Any]:
 def find_odd_keys(spec: TreeSpec) -> list[Any]:
     """Return the keys of a tree's dicts that are no strings."""
     own: list[Any] = []
-    if spec.type is not None and issubclass(spec.type, dict) and spec.type in BUILTIN_TYPES:
+    if spec.type in (dict, OrderedDict, defaultdict):
         keys = spec._context[1] if spec.type is defaultdict else spec._context
         own = [key for key in keys if type(key) is not str]
     return [*own, *(key for child in spec._children for key in find_odd_keys(child))]

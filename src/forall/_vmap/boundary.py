@@ -26,6 +26,7 @@ from forall._compat.dispatch_state import (
 )
 from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts
+from forall._compat.private_api import get_version, set_version
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.errors import format_columns, format_short
 from forall._core.levels import alias_for_autograd, graph_free, level_of, lift, run_outside
@@ -200,10 +201,14 @@ def list_written_captures(level: VmapLevel) -> list[tuple[torch.Tensor, BatchedT
 def hand_back_captured(t: torch.Tensor, stand_in: BatchedTensor, level: VmapLevel) -> None:
     """Give a captured tensor the history of what the call has written into its stand-in.
 
-    Its numbers are there already, as the stand-in has its memory.
+    Its numbers are there already, as the stand-in has its memory. So is the count of writes, which
+    a derivative that has read the tensor meanwhile compares.
     """
     level.state.mutation_log.keep_history(t)
-    lift(t, level.parent).copy_(keep_shared(stand_in))
+    target = lift(t, level.parent)
+    count = get_version(target)
+    target.copy_(keep_shared(stand_in))
+    set_version(target, count)
 
 
 def keep_shared(example: BatchedTensor) -> torch.Tensor:
