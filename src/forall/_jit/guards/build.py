@@ -455,7 +455,7 @@ class _GuardWalk:
         if is_not_users(kind):
             for base in kind.__mro__:
                 if is_library_object(base) and base.__module__ != "builtins":
-                    self.libraries.kinds.append(base)
+                    self.libraries.methods.add_classes([base])
             known = is_trusted_value(kind)
             put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
             self.aside.append({n: f for n, f in put if not is_not_users(f)} if known else names)

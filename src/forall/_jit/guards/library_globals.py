@@ -68,25 +68,24 @@ class LibraryWalk:
     ) -> None:
         self.walk, self.asked, self.state, self.libraries = walk, asked, state, libraries
         self.left: list[FunctionType] = []
-        self.kinds: list[type] = []  # whose methods are not yet known
-        self._kinds: dict[int, type] = {}  # whose methods are known
-        self._unnamed: list[tuple[str, FunctionType]] = []  # methods that no code names so far
+        self.methods = ClassMethods(asked)
         # Values that others have registered with a library, and the user's classes they are for.
         self._registered: list[tuple[list[type], Any]] = []
         self._names: frozenset[str] = frozenset()
         self._followed: set[CodeType] = set()
-        self._followed_methods: set[CodeType] = set()
         self._modules: set[tuple[int, frozenset[str]]] = set()
 
     def run(self) -> None:
         """Visit the libraries' functions that can be reached, and methods that code names."""
-        while self.left or self._queue_methods():
+        self.left += self.methods.take_named(self._names)
+        while self.left:
             while self.left:
                 func = self.left.pop()
                 if is_not_users(func):
                     self._visit_function(func)
                 else:
                     self.walk.left.append(func)
+            self.left += self.methods.take_named(self._names)
 
     def list_registered(self, visited: Container[int]) -> Iterator[Any]:
         """Yield the registered values for whose keys all of the user's classes were visited."""
@@ -107,7 +106,7 @@ class LibraryWalk:
             elif isinstance(value, (OpOverload, OpOverloadPacket)):
                 self.walk.left.append(value)
             elif isinstance(value, type):
-                self.kinds += value.__mro__[:-1]
+                self.methods.add_classes(value.__mro__[:-1])
             elif isinstance(value, ModuleType) and is_library_module(value.__name__):
                 self.watch_module(value, inner)
 
@@ -141,24 +140,39 @@ class LibraryWalk:
             entries = enumerate(value)
         self._registered += [(find_key_classes(key), x) for key, x in select_users_entries(entries)]
 
-    def _queue_methods(self) -> bool:
-        """Queue the methods that code names by now; return True if there are any."""
-        for kind in self.kinds:
-            if id(kind) not in self._kinds:
-                self._kinds[id(kind)] = kind
+
+class ClassMethods:
+    """The methods of the classes that were met. Each is taken once, when code names it."""
+
+    def __init__(self, asked: AttributeNames) -> None:
+        self.asked = asked
+        self._unread: list[type] = []
+        self._read: dict[int, type] = {}
+        self._unnamed: list[tuple[str, FunctionType]] = []  # methods that no code names so far
+        self._taken: set[CodeType] = set()
+
+    def add_classes(self, kinds: Iterable[type]) -> None:
+        """Add classes, some of which may have been met before."""
+        self._unread += kinds
+
+    def take_named(self, names: frozenset[str]) -> list[FunctionType]:
+        """Return the methods that code names by now; ``names`` are those in libraries' code."""
+        for kind in self._unread:
+            if id(kind) not in self._read:
+                self._read[id(kind)] = kind
                 self._unnamed += _iterate_methods(kind)
-        self.kinds.clear()
-        asked, unnamed = self.asked, self._unnamed
+        self._unread.clear()
+        asked, unnamed, found = self.asked, self._unnamed, []
         self._unnamed = []
         for name, func in unnamed:
             dunder = name[:2] == "__" or name in NAMES_TORCH_CALLS
-            if asked.ran.seen or dunder or asked.contains_name(name) or name in self._names:
-                if func.__code__ not in self._followed_methods:
-                    self._followed_methods.add(func.__code__)
-                    self.left.append(func)
+            if asked.ran.seen or dunder or asked.contains_name(name) or name in names:
+                if func.__code__ not in self._taken:
+                    self._taken.add(func.__code__)
+                    found.append(func)
             else:
                 self._unnamed.append((name, func))
-        return bool(self.left)
+        return found
 
 
 def _iterate_methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
