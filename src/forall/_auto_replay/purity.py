@@ -166,7 +166,8 @@ class _CodeReader:
     def __init__(self, guards: Guards) -> None:
         self.guards, self.ran = guards, guards.ran
         self._modules: set[ModuleType] = set()  # modules that were checked
-        self._registries: dict[int, Any] = {}  # containers of libraries that were
+        # Libraries' containers, with True for those of constants and trusted values.
+        self._registries: dict[int, tuple[Any, bool]] = {}
         # Names of attributes in all code that ran, and whether it may look up any name:
         self._names, self._by_any = set[str](), False
         for code in self.ran.list_codes():
@@ -311,12 +312,15 @@ class _CodeReader:
         """
         if type(value) not in _REGISTRIES:
             return False
-        if id(value) in self._registries:  # it is being looked at, or was
-            return True
-        self._registries[id(value)] = value
+        known = self._registries.get(id(value))
+        if known is not None:
+            return known[1]
+        self._registries[id(value)] = value, True  # while it is looked at; it may hold itself
         self.guards.watch_entries(value)
         entries = [*value, *(value.values() if isinstance(value, dict) else ())]
-        return all(self._is_trusted(x) or self._is_registry(x) for x in entries)
+        is_known = all(self._is_trusted(x) or self._is_registry(x) for x in entries)
+        self._registries[id(value)] = value, is_known
+        return is_known
 
     def _is_trusted(self, value: Any) -> bool:
         if pure_functions.is_state_query(value):
