@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,20 +36,41 @@ def check_callable(verb: str, func: Any) -> None:
         )
 
 
-def fix_numbers(options: Any) -> Any:
+_PLAIN = frozenset({int, bool, float, str, NoneType})
+
+
+def fix_options(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return options with Python's numbers in the place of symbols, which a tracer gives for sizes.
 
-    Options decide how a transform runs, so the tracer is told that the size is fixed. A container
-    without symbols is returned as it is: the caller may change it later.
+    Options decide how a transform runs, so the tracer is told that the size is fixed.
+    """
+    if _are_plain(args) and _are_plain(kwargs.values()):  # as almost always
+        return args, kwargs
+    return _fix_numbers(args), _fix_numbers(kwargs)
+
+
+def _are_plain(options: Iterable[Any]) -> bool:
+    """Return True for numbers and words, and tuples of these."""
+    for option in options:
+        kind = type(option)
+        if kind not in _PLAIN and not (kind is tuple and _PLAIN.issuperset(map(type, option))):
+            return False
+    return True
+
+
+def _fix_numbers(options: Any) -> Any:
+    """Return options without symbols.
+
+    A container that has none is returned as it is: the caller may change it later.
     """
     if isinstance(options, torch.SymInt):
         return int(options)
     if type(options) in (tuple, list):
-        fixed = [fix_numbers(x) for x in options]
+        fixed = [_fix_numbers(x) for x in options]
         is_same = all(map(operator.is_, fixed, options))
         return options if is_same else type(options)(fixed)
     if type(options) is dict:
-        values = fix_numbers([*options.values()])
+        values = _fix_numbers([*options.values()])
         is_same = all(map(operator.is_, values, options.values()))
         return options if is_same else dict(zip(options, values, strict=True))
     return options

@@ -53,7 +53,7 @@ def define_transform(
         def transform(func: Callable, *args: Any, **kwargs: Any) -> Callable:
             argument_checks.check_callable(own.verb, func)
             if (args or kwargs) and not is_dynamo_compiling():
-                args, kwargs = argument_checks.fix_numbers((args, kwargs))
+                args, kwargs = argument_checks.fix_options(args, kwargs)
             if args and isinstance(args[0], torch.Tensor) and own.names[:1] == ["argnums"]:
                 call = TransformCall(own.verb, func, argnums=args[0])
                 raise argument_checks.make_argnums_error(call, args[0])
