@@ -324,7 +324,7 @@ def _list_source(e: ExplainedCall, colours: dict[SourceLine, str]) -> str:
     parts = []
     for file in sorted({place.file for place in places}):
         lines = [place.line for place in places if place.file == file]
-        shown = sorted({n for line in lines for n in _find_shown_lines(file, line, lines)})
+        shown = sorted({n for line in lines for n in _find_shown_lines(file, line)})
         rows, before = [], shown[0]
         for n in shown:
             if n > before + 1:
@@ -368,7 +368,7 @@ def _make_source_row(
     )
 
 
-def _find_shown_lines(file: str, line: int, tests: list[int]) -> range:
+def _find_shown_lines(file: str, line: int) -> range:
     """Return the lines of the function around a line, or those near it if it is a long one."""
     count = len(linecache.getlines(file))
     first, last = _find_function(file, line) or (line - _AROUND, line + _AROUND)

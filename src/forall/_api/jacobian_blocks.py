@@ -24,7 +24,6 @@ from forall._compat import functorch_interop, pytree
 from forall._compat.autograd_graph import iterate_nodes
 from forall._compat.dispatch_state import functions_off
 from forall._compat.documented_error import documented_error
-from forall._compat.private_api import get_version, set_version
 from forall._compat.storage import is_out_of_memory
 from forall._core.errors import TransformCall, format_columns, format_short
 from forall._core.levels import may_carry_tangents, top
@@ -238,7 +237,7 @@ def compute_by_columns(
     try:
         stacks, aux, values = push_all(*directions)
         for target, value in zip(first.written or (), values, strict=True):
-            _give_history(target, value)
+            boundary.give_history(target, value)
     finally:
         first.forget()  # else a reference cycle through torch's graph may hold this function
     return JacobianBlocks(
@@ -352,10 +351,8 @@ class _FirstRun:
         if self.before is not None:
             self.undo()
             return
-        self.before, self.marks = (
-            level.state.mutation_log.undo_state,
-            take_log_snapshots(level.parent),
-        )
+        self.before = level.state.mutation_log.undo_state
+        self.marks = take_log_snapshots(level.parent)
         for x in (*self.xs, *self.beside):
             if not x.requires_grad:
                 self.before.keep_history(x)
@@ -383,14 +380,6 @@ class _FirstRun:
     def forget(self) -> None:
         """Drop all references."""
         self.__dict__.clear()
-
-
-def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Give the target the history of a value that it holds, written there below autograd."""
-    if value.requires_grad:
-        number = get_version(target)
-        target.copy_(value)
-        set_version(target, number)
 
 
 def _split_inputs(stack: torch.Tensor, basis: Basis) -> list[torch.Tensor]:

@@ -201,14 +201,22 @@ def list_written_captures(level: VmapLevel) -> list[tuple[torch.Tensor, BatchedT
 def hand_back_captured(t: torch.Tensor, stand_in: BatchedTensor, level: VmapLevel) -> None:
     """Give a captured tensor the history of what the call has written into its stand-in.
 
-    Its numbers are there already, as the stand-in has its memory. So is the count of writes, which
-    a derivative that has read the tensor meanwhile compares.
+    Its numbers are there already, as the stand-in has its memory.
     """
-    level.state.mutation_log.keep_history(t)
-    target = lift(t, level.parent)
-    count = get_version(target)
-    target.copy_(keep_shared(stand_in))
-    set_version(target, count)
+    with functions_off():
+        level.state.mutation_log.keep_history(t)
+        give_history(lift(t, level.parent), keep_shared(stand_in))
+
+
+def give_history(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Give the target the history of a value that it holds, written there below autograd.
+
+    That counts no write: a derivative that has read the target meanwhile compares the count.
+    """
+    if value.requires_grad:
+        count = get_version(target)
+        target.copy_(value)
+        set_version(target, count)
 
 
 def keep_shared(example: BatchedTensor) -> torch.Tensor:

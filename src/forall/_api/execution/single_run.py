@@ -98,7 +98,7 @@ def run_once(call: MappedCall) -> tuple[list, Any]:
         result = call.func(*args, **kwargs)
         captured = _find_written_captures(level) if level.lift_cache else []
     for t, stand_in in captured:
-        _give_back_captured_history(t, stand_in, level)
+        boundary.hand_back_captured(t, stand_in, level)
     _give_back_history(arguments, entered, level, call.origin)
     is_leaf = type(result) is BatchedTensor
     results, spec = ([result], pytree.LEAF) if is_leaf else pytree.flatten(result)
@@ -171,12 +171,6 @@ def _find_written_captures(level: VmapLevel) -> list[tuple[torch.Tensor, Any]]:
             if any(get_memory_key(other) == get_memory_key(t) for other in others):
                 raise make_unrecorded_error("the function", stand_in)
     return captured
-
-
-def _give_back_captured_history(t: torch.Tensor, stand_in: Any, level: VmapLevel) -> None:
-    """Give a captured tensor the history of writes into what stood for it during the call."""
-    with functions_off():
-        boundary.hand_back_captured(t, stand_in, level)
 
 
 def _take_out_result(

@@ -50,8 +50,7 @@ _LOAD_ONE_OPS = frozenset(
     {"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST", *LOAD_GLOBAL_OPS}
 )
 _MODULES_BY_ANY_NAME = frozenset({"builtins", "numpy"})
-# Methods that make an object of a class; code that holds the class, or an object's, may call them.
-_CLASS = frozenset({"type", "__class__"})
+_CLASS = frozenset({"type", "__class__"})  # code with these may make objects of an object's class
 
 
 class AttributeNames:

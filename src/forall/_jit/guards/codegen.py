@@ -95,9 +95,13 @@ class WatchedState:
         self.answers: dict[Callable[[], Any], Any] = {}  # of functions that return torch's state
         self.others: list[Callable[[], bool]] = []
 
-    def watch_entries(self, names: Mapping[Any, Any]) -> None:
-        names = view_raw_container(names)
-        self.dicts.append((names, tuple(names), tuple(names.values())))
+    def watch_entries(self, container: Any) -> None:
+        """Watch the entries of a container, unless its class has no way to change them."""
+        if isinstance(container, (list, set)):
+            self.lists.append((container, tuple(container)))
+        elif not isinstance(container, (tuple, frozenset)):
+            names: Mapping[Any, Any] = view_raw_container(container)
+            self.dicts.append((names, tuple(names), tuple(names.values())))
 
     def list_tests(self) -> list[Callable[[], bool]]:
         """Return the tests that are calls, whatever they compare."""

@@ -65,10 +65,7 @@ class GuardConditions:
 
     def watch_entries(self, container: Any) -> None:
         """Watch the entries of a container."""
-        if isinstance(container, dict):
-            self._state.watch_entries(container)
-        elif not isinstance(container, (tuple, frozenset)):
-            self._state.lists.append((container, tuple(container)))
+        self._state.watch_entries(container)
         self._holding = None
 
     def watch_tensors(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -132,12 +132,8 @@ class LibraryWalk:
 
     def _watch_registry(self, value: Any) -> None:
         """Watch a library's registry: a dict or list that others may add entries to."""
-        if isinstance(value, dict):
-            self.state.watch_entries(value)
-            entries = value.items()
-        else:
-            self.state.lists.append((value, tuple(value)))
-            entries = enumerate(value)
+        self.state.watch_entries(value)
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
         self._registered += [(find_key_classes(key), x) for key, x in select_users_entries(entries)]
 
 

@@ -88,7 +88,8 @@ def _tile_group(
     cut = _choose_tiling(program, group, group.nodes, kept)
     if cut is None:
         return group.nodes
-    wanted = [n for node in group.nodes for n in node.makes() if n in kept - group.remade]
+    results = kept - group.remade
+    wanted = [n for node in group.nodes for n in node.makes() if n in results]
     return [_make_tiled_node(program, group.nodes, wanted, cut, compile_part)]
 
 
