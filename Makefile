@@ -30,9 +30,9 @@ replayed: $(VENV)/.installed
 jitted: $(VENV)/.installed
 	FORALL_TESTS=$(or $(FORALL_TESTS),jit) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
-# All tests, examples that part run as the plain loop where they may: half an hour on two cores.
+# All tests, examples that diverge run as the plain loop where they may: half an hour on two cores.
 looped: $(VENV)/.installed
-	FORALL_PARTING=loop OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
+	FORALL_STRATEGY=loop OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
 # What calls leave behind, in a quarter of an hour or more.
 leaks: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Everyday programs in which examples part: `vmap` against the loop that it stands for.
+"""Everyday programs in which examples diverge: `vmap` against the loop that it stands for.
 
 First calls are of programs that were never seen: the module is loaded anew for each. Warm calls are
 those after forall has found out which way of running takes less time.

@@ -1,4 +1,4 @@
-"""Forty everyday programs in which examples part: ten kinds, four of each.
+"""Forty everyday programs in which examples diverge: ten kinds, four of each.
 
 Each is written as one writes it for one example, in plain Python. The module is loaded anew for
 each first call that is measured, so that nothing of its functions was seen before.

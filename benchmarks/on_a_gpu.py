@@ -42,27 +42,27 @@ import workloads  # noqa: F401 - importing the groups registers their workloads
 from measure import Disagreement, make, synchroniser, time_programs
 from memory import peak_bytes
 from registry import (
+    DIVERGING,
     JIT,
     NAMES,
-    PARTING,
     REPLAYED,
     WORKLOADS,
     Contestants,
     Program,
     Workload,
     assert_agree,
-    parting,
+    loop_contest,
 )
 from report import ratios
 from workloads import attention
+from workloads.diverging import newton, newton_masked
 from workloads.hessians import at_points
-from workloads.parting import newton, newton_masked
 from workloads.per_example import convolutional, perceptron
 from workloads.pointwise import gradient_of_size, of_size
 
 # What is divided by torch.func, or by what stands in its place, and by the hand-written program.
 OURS = {"eager": 0, "replayed": REPLAYED, "jit": JIT, "graphs": JIT + 2, "inductor": JIT + 3}
-OTHERS = {NAMES: "func", PARTING: "loop"}  # the second contestant, by the names of all
+OTHERS = {NAMES: "func", DIVERGING: "loop"}  # the second contestant, by the names of all
 ROUNDS, TARGET = 7, 0.02
 COMPILED = 3  # rows that torch's compiler is tried on too, seconds each
 
@@ -145,7 +145,7 @@ def keyed(device: torch.device) -> Contestants:
 def newtons(device: torch.device) -> Contestants:
     """Square roots by Newton of 65536 numbers; the loop runs over 16 of them."""
     a = 10 ** (30 * torch.rand(1 << 16, dtype=torch.float64, device=device))
-    return parting(newton, (a,), lambda: newton_masked(a), chosen=range(0, 1 << 16, 1 << 12))
+    return loop_contest(newton, (a,), lambda: newton_masked(a), chosen=range(0, 1 << 16, 1 << 12))
 
 
 def branched(device: torch.device) -> Contestants:
@@ -158,7 +158,7 @@ def branched(device: torch.device) -> Contestants:
     def handwritten() -> torch.Tensor:
         return torch.where(x > 0, x.sin(), x.exp())
 
-    return parting(f, (x,), handwritten, chosen=range(0, 1 << 16, 1 << 12), tolerance=1e-5)
+    return loop_contest(f, (x,), handwritten, chosen=range(0, 1 << 16, 1 << 12), tolerance=1e-5)
 
 
 def lstm_gradients(device: torch.device) -> Contestants:
@@ -177,7 +177,7 @@ def lstm_gradients(device: torch.device) -> Contestants:
         lambda: torch.stack([by_autograd(xs[i].clone().requires_grad_()) for i in chosen]),
         handwritten,
     )
-    found = parting(lambda x: x, (xs,), handwritten, chosen=chosen, tolerance=1e-3)
+    found = loop_contest(lambda x: x, (xs,), handwritten, chosen=chosen, tolerance=1e-3)
     return Contestants(programs, found.check, (1.0, len(xs) / len(chosen), 1.0))
 
 
@@ -196,7 +196,7 @@ ROWS = (
     registered("jacrev"),
     registered("jacfwd"),
     registered("hvp-forward-over-reverse"),
-    made("newton, 65536 numbers", newtons, names=PARTING),
+    made("newton, 65536 numbers", newtons, names=DIVERGING),
     made("scan, 64 steps", scanned),
     made("draws", drawn),
     made("per-example-mlp, 2048", lambda d: perceptron(d, 2048), with_memory=True),
@@ -221,8 +221,8 @@ ROWS = (
     registered("gradient-penalty"),
     registered("steps-with-closures"),
     made("draws of a key", keyed),
-    made("if, 65536 numbers", branched, names=PARTING),
-    made("LSTM, gradients", lstm_gradients, names=PARTING),
+    made("if, 65536 numbers", branched, names=DIVERGING),
+    made("LSTM, gradients", lstm_gradients, names=DIVERGING),
     registered("lstm"),
     registered("gru-cell"),
     *(registered(name) for name in WORKLOADS if name.startswith(("maml", "gaussian"))),

@@ -19,8 +19,8 @@ Limits = dict[tuple[int, int], float]
 JIT, REPLAYED = 3, 4  # the places of the recorded programs, after those that every workload has
 MORE = ("jit", "replayed")
 NAMES = ("forall", "torch.func", "hand-written")
-# Where examples part ways torch.func refuses, and the loop over examples takes its place.
-PARTING = ("forall", "loop", "hand-written")
+# Where examples diverge torch.func refuses, and the loop over examples takes its place.
+DIVERGING = ("forall", "loop", "hand-written")
 # What the names of the many rows begin with that torch.func maps by a loop.
 FALLBACKS = "fallback-"
 
@@ -216,7 +216,7 @@ def looped(f: Callable, stacks: Sequence[torch.Tensor], chosen: Sequence[int]) -
     return lambda: stacked([f(*(stack[i] for stack in stacks)) for i in chosen])
 
 
-def parting(
+def loop_contest(
     f: Callable,
     stacks: Sequence[torch.Tensor],
     handwritten: Program,

@@ -27,7 +27,7 @@ from measure import Built, keep_memory, make, measure
 from registry import WORKLOADS, Workload
 
 RESULTS = Path(__file__).with_name("results.md")
-SECTIONS = ("times", "first", "sizes", "peers", "parting", "ranks")
+SECTIONS = ("times", "first", "sizes", "peers", "divergence", "ranks")
 
 
 def arguments() -> argparse.Namespace:
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         choices=SECTIONS,
         help="what to measure: times and peak memory, first calls, sizes, peers, programs whose "
-        "examples part, and programs over two processes (all; with --only: times)",
+        "examples diverge, and programs over two processes (all; with --only: times)",
     )
     parser.add_argument("--list", action="store_true", help="list the workloads and stop")
     parser.add_argument("--rounds", type=int, help="rounds per workload (41, quick: 5)")
@@ -114,13 +114,13 @@ def main() -> int:
     if failures:
         print("\nNothing was measured:", *failures, sep="\n", file=sys.stderr)
         return 1
-    beside = options.out and options.out.with_name("parting.png")
+    beside = options.out and options.out.with_name("divergence.png")
     sections = {
         "times": lambda: times(built, options, device),
         "first": lambda: first_calls.section(built, options.rounds, device),
         "sizes": lambda: sizes.section(options.rounds, device),
         "peers": lambda: peers.section(built, options.rounds, device),
-        "parting": lambda: against_the_loop.section(options.rounds, device, beside),
+        "divergence": lambda: against_the_loop.section(options.rounds, device, beside),
         "ranks": lambda: over_ranks.section(options.rounds, device),
     }
     lines = report.opening(device, options.rounds)

@@ -27,7 +27,7 @@ from sampling import SAMPLED, is_in_sample
 
 REPLAY = forall.config.replay
 # What is measured would run one way today and another tomorrow.
-forall.config.parting = os.environ.get("FORALL_PARTING") or "together"
+forall.config.strategy = os.environ.get("FORALL_STRATEGY") or "together"
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") in ("jit", "fastmath")
 ASIDE = {"replay", "jit", "test_not_replayed.py"}  # that test the recording itself

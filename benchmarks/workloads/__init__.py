@@ -10,7 +10,7 @@ from . import jacobians  # noqa: F401
 from . import hessians  # noqa: F401
 from . import maml  # noqa: F401
 from . import gaussian_process  # noqa: F401
-from . import parting  # noqa: F401
+from . import diverging  # noqa: F401
 from . import fallbacks  # noqa: F401
 from . import convolutions  # noqa: F401
 from . import named_axes  # noqa: F401

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from registry import PARTING, Contestants, contest, parting, workload
+from registry import DIVERGING, Contestants, contest, loop_contest, workload
 
 EXAMPLES, OWN, LENGTH, WIDTH, HIDDEN = 64, 16, 20, 128, 256
 LIMITS = {(0, 2): 1.3}
@@ -41,20 +41,20 @@ def sequences(device: torch.device, recording: bool) -> Contestants:
     def handwritten():
         return outputs(x.transpose(0, 1)).transpose(0, 1)
 
-    return parting(outputs, (x,), handwritten, chosen=range(8), tolerance=1e-4)
+    return loop_contest(outputs, (x,), handwritten, chosen=range(8), tolerance=1e-4)
 
 
 @workload(
     "lstm",
     f"`vmap` of `nn.LSTM` without a derivative, {EXAMPLES} sequences of length {LENGTH}, {WIDTH} "
     f"to {HIDDEN}; by hand one call on the batch",
-    names=PARTING,
+    names=DIVERGING,
     limits=LIMITS,
 )
 def lstm(device: torch.device) -> Contestants:
     return sequences(device, recording=False)
 
 
-@workload("lstm-recorded", "the same, recorded for a derivative", names=PARTING, limits=LIMITS)
+@workload("lstm-recorded", "the same, recorded for a derivative", names=DIVERGING, limits=LIMITS)
 def lstm_recorded(device: torch.device) -> Contestants:
     return sequences(device, recording=True)

@@ -38,7 +38,9 @@ _WEIGHTS = {
     "reference/coverage.md": 0.1,
     "reference/limitations.md": 0.1,
 }
-_PICTURES = {f"reference/{name}": f"benchmarks/{name}" for name in ("results.png", "parting.png")}
+_PICTURES = {
+    f"reference/{name}": f"benchmarks/{name}" for name in ("results.png", "divergence.png")
+}
 _PLACES = {source: page for page, source in (PAGES | _PICTURES).items()}
 _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?\)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)

@@ -129,7 +129,7 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Where there are data the models agree. Where there are none they part:
+# Where there are data the models agree. Where there are none they diverge:
 
 # %%
 near = ((grid > -3) & (grid < -1) | (grid > 0.5) & (grid < 2.5))[:, 0]

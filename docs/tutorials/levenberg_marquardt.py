@@ -100,8 +100,8 @@ print(parameters.shape, f"steps: {steps.min()} to {steps.max()}")
 
 # %%
 report = explain(vmap(fit))(curves[:40])
-for parting in report.partings:
-    print(f"{parting.place.text():35}", parting.sizes)
+for divergence in report.divergences:
+    print(f"{divergence.place.text():35}", divergence.sizes)
 
 # %% [markdown]
 # Rejected steps are made by the curves that rejected them. A curve that has converged costs nothing

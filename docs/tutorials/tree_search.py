@@ -119,12 +119,12 @@ print(f"leaves visited: {visits.min()} to {visits.max()}, mean {visits.double().
 # %% [markdown]
 # The recursion runs once, for all queries. At each node the queries that want to go below part from
 # those that want to go above, and meet again afterwards. A leaf is compared with the queries that
-# visit it, and no others. `explain` shows where queries parted, and into how many on each side:
+# visit it, and no others. `explain` shows where queries diverged, and into how many on each side:
 
 # %%
 report = explain(vmap(find))(points[queries[:40]])
-for parting in report.partings[:12]:
-    print(f"{parting.place.text():20}", parting.sizes)
+for divergence in report.divergences[:12]:
+    print(f"{divergence.place.text():20}", divergence.sizes)
 
 # %% [markdown]
 # ## Derivatives
@@ -177,7 +177,7 @@ plt.show()
 # In the middle of a cell of the tree one leaf is enough. Near a border, and outside of the data,
 # the search has to look at several.
 #
-# What this costs: each node that any query visits runs a few small operators, and parting costs
+# What this costs: each node that any query visits runs a few small operators, and diverging costs
 # time too. For so small a set of points, the full table of distances below is faster: one large
 # operator beats many small ones. A tree pays where the table does not fit, or where a visit is
 # expensive. The point is that the function needs no rewriting.

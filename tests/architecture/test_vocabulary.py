@@ -15,7 +15,7 @@ PUBLIC = {"_api.stacked:stacked", "_api.torch_func_patch:installed"} | {
 }
 
 # What users see: a field of `forall.config`, and the entries of a report of `explain`.
-FIELDS = {"parting", "Parting"}
+FIELDS = {"parting", "partings"}  # earlier names of them
 
 # Words that a reader would have to learn, and the terms to use instead.
 TERMS = {

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 NAME = "fakedev"
 GO_ON = ("--continue-on-collection-errors",)  # a file that cannot be read is one failure of many
-SUITES = ("laws", "limits", "parting", "control", "replay", "jit")
+SUITES = ("laws", "limits", "divergence", "control", "replay", "jit")
 
 
 class Ran(NamedTuple):

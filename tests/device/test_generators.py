@@ -15,8 +15,8 @@ def drawing(x):
     return x * 2 + torch.rand(3, device=D).cpu()
 
 
-def parting(x):
-    """The same, where examples part: the run of all of them is undone."""
+def diverging(x):
+    """The same, where examples diverge: the run of all of them is undone."""
     y = torch.rand(3, device=D).cpu()
     return x + y if x.sum() > 0 else x - y
 
@@ -43,7 +43,7 @@ def test_draws_that_are_the_same_in_chunks():
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("func", [drawing, parting])
+@pytest.mark.parametrize("func", [drawing, diverging])
 def test_replayed_calls_draw_on(func, monkeypatch):
     """What a recording draws once more is put back."""
     monkeypatch.setattr(config, "patience", 0)

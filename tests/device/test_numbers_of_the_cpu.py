@@ -75,7 +75,7 @@ PLACED = {
 @pytest.mark.parametrize("device", ["cpu", D])
 @pytest.mark.parametrize("name", PLACED)
 def test_places_of_examples(name, device, monkeypatch):
-    monkeypatch.setattr(config, "parting", "together")
+    monkeypatch.setattr(config, "strategy", "together")
     f, places = PLACED[name], torch.tensor([1, 0, -3, 1], device=device)
     wanted = torch.stack([f(x, i) for x, i in zip(XS, places, strict=True)])
     torch.testing.assert_close(vmap(f)(XS, places), wanted)

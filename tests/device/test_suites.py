@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(fakedev.why_not() is not None, reason=str(fakede
 SAMPLES = {
     "laws": (["vmap_is_the_loop", "transforms_nest", "recurrent"], 24),
     "limits": (["functions", "autograd_inside", "in_place"], 100),
-    "parting": (["values", "nested", "calls_of_groups"], 50),
+    "divergence": (["values", "nested", "calls_of_groups"], 50),
     "control": (["matrix", "operators"], 24),
     "replay": (["given_anew", "modules", "linearize"], 24),
     "jit": (["adversarial", "derivatives_outside"], 20),

@@ -24,7 +24,7 @@ Index
     captured leaf        .backward() inside leaves on it the sum over the examples
     no example           the function runs once, on a stand-in
     what is identical    a number of each example is not Python's True, whatever it is for each
-    prints repeat        a first run that examples part in is undone, but not what it printed
+    prints repeat        a first run that examples diverge in is undone, but not what it printed
     the type             of a value inside vmap is forall's; x.__class__ and isinstance say Tensor
     jit prints once      jit skips Python: what it prints, draws or counts besides happens once
     jit and the clock    Python's own random numbers and the time are read once, when recorded

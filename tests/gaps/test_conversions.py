@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import forall
-from parting.objects import attribute_written_in_a_branch
-from parting.test_random_programs import obstacles
+from divergence.objects import attribute_written_in_a_branch
+from divergence.test_random_programs import obstacles
 
 D = torch.float64
 

@@ -136,7 +136,7 @@ def test_a_size_that_the_places_tell_in_forward_mode():
 
 @pytest.mark.filterwarnings("ignore:vmap. numpy runs")
 @pytest.mark.xfail(
-    strict=True, reason="examples do not part by the shape that numpy gives", raises=RuntimeError
+    strict=True, reason="examples do not diverge by the shape that numpy gives", raises=RuntimeError
 )
 def test_a_shape_that_numpy_gives():
     def f(x):

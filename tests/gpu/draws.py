@@ -78,7 +78,7 @@ def draws_of_keys_do_not_hang_on_chunks(device, xs):
 
 
 def draws_of_a_run_that_is_undone(device, xs):
-    """The run in which examples part is made anew, and must draw what it drew."""
+    """The run in which examples diverge is made anew, and must draw what it drew."""
 
     def f(x):
         y = x + torch.rand(4, device=device)

@@ -154,7 +154,7 @@ def nothing_is_left(device: torch.device) -> None:
     for name, f in {
         "vmap of grad": vmap(grad(large)),
         "vmap of jacrev": lambda x: vmap(jacrev(lambda v: v.sin() * v.sum()))(x),
-        "parting": vmap(lambda v: v.sin() if v.sum() > 0 else v.cos()),
+        "diverging": vmap(lambda v: v.sin() if v.sum() > 0 else v.cos()),
     }.items():
         grown = growth(device, lambda f=f: f(x))
         assert grown < 1 << 20, f"{name}: {grown} bytes after 5 calls"

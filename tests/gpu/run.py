@@ -34,14 +34,14 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve()
 TESTS, ROOT = HERE.parents[1], HERE.parents[2]
-# A program's own folder comes first, and its `parting` is a section: the folder of tests is meant.
+# A program's own folder comes first, whose `divergence` is a section. The folder of tests is meant.
 sys.path[:] = [str(TESTS), *(p for p in sys.path if p not in (str(TESTS), str(HERE.parent)))]
 
 SECTIONS = {  # in the order in which they begin, and what each is about
     "threads": "derivatives taken by the engine's threads: hooks, custom Functions, checkpoints",
     "nesting": "every pair of transforms, and triples",
     "limitations": "the table of what torch.func cannot do",
-    "parting": "if, while, .item(), masks: examples that part",
+    "divergence": "if, while, .item(), masks: examples that diverge",
     "control": "cond, switch, while_loop, fori_loop, scan, map, associative_scan",
     "draws": "random numbers, generators, keys",
     "recurrent": "LSTM, GRU, RNN and their cells",

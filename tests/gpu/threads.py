@@ -61,7 +61,7 @@ class ByAutograd(torch.autograd.Function):
         return 3 * g * slope * x
 
 
-class Parting(torch.autograd.Function):
+class Divergence(torch.autograd.Function):
     """Its backward has a test that examples answer in different ways."""
 
     @staticmethod
@@ -123,7 +123,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "a custom Function": lambda x: Exponential.apply(x) * x,
     "a Function in another's backward": lambda x: Cubed.apply(x) + x.sin(),
     "autograd in a backward": ByAutograd.apply,
-    "a backward that parts": Parting.apply,
+    "a backward that parts": Divergence.apply,
     "a hook": hooked,
     "a checkpoint": checkpointed,
     "saved tensors' hooks": packed,
@@ -234,7 +234,7 @@ def checks(device: torch.device) -> list[Check]:
     for name in FUNCTIONS:
         for verb in (*VERBS, *(() if name in ONCE else TWICE)):
             for outside in ("nothing", "a leaf outside", "the argument"):
-                # Examples part inside vmap alone, and jit is about what can be recorded.
+                # Examples diverge inside vmap alone, and jit is about what can be recorded.
                 if name in PARTS and not (verb.startswith("vmap of") and outside == "nothing"):
                     continue
                 if verb.startswith("jit") and (outside != "nothing" or name in UNRECORDED):

@@ -52,14 +52,14 @@ def checks(device: torch.device) -> list[Check]:
         def run() -> str:
             with counted(device):  # or this device does not tell
                 program = call()
-            before, forall.config.parting = forall.config.parting, "together"
+            before, forall.config.strategy = forall.config.strategy, "together"
             try:
                 for _ in range(3):
                     program()
                 with counted(device) as waits:
                     program()
             finally:
-                forall.config.parting = before
+                forall.config.strategy = before
             text = f"{len(waits)} synchronisations, {allowed} needed at most"
             if len(waits) > allowed:
                 raise Waits(f"{text}: {', '.join(dict.fromkeys(waits))}")

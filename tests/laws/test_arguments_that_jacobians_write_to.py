@@ -87,9 +87,9 @@ WAYS = {
     "mapped twice, in rows": lambda f: vmap(vmap(jacfwd(f, chunk_size=1), (None, 0)), (None, 0))(
         X, argument().repeat(2, 2, 1)
     )[1, 1],
-    "where examples part": lambda f: vmap(in_a_branch(f))(X.repeat(2, 1), argument().repeat(2, 1))[
-        1
-    ],
+    "where examples diverge": lambda f: vmap(in_a_branch(f))(
+        X.repeat(2, 1), argument().repeat(2, 1)
+    )[1],
 }
 
 

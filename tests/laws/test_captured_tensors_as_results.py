@@ -48,7 +48,7 @@ BODIES: dict[str, Callable[[Callable, torch.Tensor], Any]] = {
         torch.stack([w, w * w])
     ),
     "beside the example": lambda run, w: run(lambda x: (w, x, x * w))(X),
-    "where examples part": lambda run, w: run(lambda x: w if x[0] > 0 else w * 2)(X),
+    "where examples diverge": lambda run, w: run(lambda x: w if x[0] > 0 else w * 2)(X),
     "where all are one way": lambda run, w: run(lambda x: w if x.sum() < 100 else w * 2)(X),
 }
 
@@ -114,7 +114,7 @@ def test_derivatives_of_all_kinds_are_the_loops(name):
     first = torch.autograd.grad(ours(leaf), leaf, create_graph=True)[0]
     again = torch.stack([torch.autograd.grad(g, leaf, retain_graph=True)[0] for g in first])
     assert difference(again, second) is None
-    if name != "where examples part":  # of which nothing is recorded
+    if name != "where examples diverge":  # of which nothing is recorded
         assert difference(jit(grad(ours))(w), gradient) is None
 
 

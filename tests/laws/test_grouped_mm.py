@@ -44,9 +44,9 @@ X, W = given(B, R, K, seed=1), given(B, G, K, N, seed=2)
 
 
 def whole(f, *args, in_dims=0):
-    """What `vmap` gives where no examples part."""
+    """What `vmap` gives where no examples diverge."""
     explained = explain(vmap(f, in_dims))(*args)
-    assert explained.partings == (), explained
+    assert explained.divergences == (), explained
     return vmap(f, in_dims)(*args)
 
 

@@ -78,7 +78,7 @@ def everything() -> dict[str, Any]:
         "autocast's cache": torch.is_autocast_cache_enabled(),
         "stack": {k: v for k, v in vars(levels.stack).items() if k != "ever_parted"},
         "eager": functorch_interop.is_running_transform(),
-        "converted": (thread.top, thread.runs, thread.parted, thread.loose, thread.entered),
+        "converted": (thread.top, thread.runs, thread.diverged, thread.loose, thread.entered),
         "forward": forward_ad._current_level,
         "traced": sys.gettrace(),
     }

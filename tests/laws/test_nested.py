@@ -98,9 +98,9 @@ def test_it_is_the_loop_over_components(layout, name, chunk_size):
 
 @pytest.mark.sweep(3)
 @functions
-@pytest.mark.parametrize("parting", ["loop", "measured"])
-def test_it_is_the_loop_where_that_is_run(parting, name, monkeypatch):
-    monkeypatch.setattr(forall.config, "parting", parting)
+@pytest.mark.parametrize("strategy", ["loop", "measured"])
+def test_it_is_the_loop_where_that_is_run(strategy, name, monkeypatch):
+    monkeypatch.setattr(forall.config, "strategy", strategy)
     f = FUNCTIONS[name]
     for _ in range(3):
         is_loop(vmap(f)(nested(ROWS)), [f(x) for x in ROWS])

@@ -266,7 +266,7 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "autograd inside": lambda x: vmap(
         lambda w: rows_of(torch.autograd.grad(rows_of((x * w[0]).sin()).sum(), x)[0])
     )(WS),
-    "parting": lambda x: vmap(
+    "diverging": lambda x: vmap(
         lambda w: rows_of(x * w[0]).sum() if w[0, 0] > 0 else rows_of(x + w[1]).prod()
     )(WS),
     "written inside": lambda x: vmap(lambda w: rows_of((x + w[0]).mul_(w[1])))(WS),

@@ -797,7 +797,7 @@ def test_a_recorded_call_is_not_replayed_with_it(name):
 @pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")  # some run in groups
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_UNDONE])
 def test_a_call_that_diverges_first_leaves_what_one_that_is_converted_leaves(name, monkeypatch):
-    monkeypatch.setattr(forall.config, "parting", "together")
+    monkeypatch.setattr(forall.config, "strategy", "together")
 
     def run():
         globals()["COUNT"] = 1

@@ -329,7 +329,7 @@ def test_packed_sequences_have_derivatives(name, lengths, in_order):
 
 
 # The layers' code sets an attribute of theirs with each call, which no other example may see.
-@pytest.mark.filterwarnings("ignore:vmap.*examples part in code:forall.PerformanceWarning")
+@pytest.mark.filterwarnings("ignore:vmap.*examples diverge in code:forall.PerformanceWarning")
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_packed_sequences_of_lengths_of_each_example(name, in_order):

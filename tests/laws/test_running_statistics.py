@@ -89,7 +89,7 @@ CAPTURED = {
     "nested": lambda op, x, s: vmap(lambda y: op(y, *s))(torch.stack([x, x + 1])),
     "nested, the same inside": lambda op, x, s: vmap(lambda y: (op(x, *s), y))(x),
     "and a sum": lambda op, x, s: (op(x, *s), s[0].add_(1))[0],
-    "where examples part": lambda op, x, s: op(x, *s)[0] * (2 if x[0, 0, 0] > 0 else 3),
+    "where examples diverge": lambda op, x, s: op(x, *s)[0] * (2 if x[0, 0, 0] > 0 else 3),
 }
 
 

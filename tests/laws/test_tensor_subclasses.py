@@ -615,14 +615,14 @@ class Double(torch.autograd.Function):
         return g * 2
 
 
-def parting(x):
+def diverging(x):
     y = x.as_subclass(Methods)
     z = y.twice() if plain(y).sum() > 0 else y * 3
     assert isinstance(z, Methods)
     return plain(z.twice())
 
 
-def parting_late(x):
+def diverging_late(x):
     y = x.as_subclass(Tagged)
     if plain(y).sum() > 0:
         y.level = 2.0
@@ -660,8 +660,8 @@ OTHERS = {
     ),
     "numpy": lambda x: x * float(x.detach().as_subclass(Methods).twice().numpy().sum()),
     "item": lambda x: x * plain(x.detach()).sum().as_subclass(Methods).item(),
-    "parting": parting,
-    "parting late": parting_late,
+    "diverging": diverging,
+    "diverging late": diverging_late,
     "loop": looping,
     "inner grad": lambda x: plain(grad(lambda y: y.norm())(x.as_subclass(Methods))),
     "inner vmap": lambda x: plain(vmap(lambda y: y.twice())(x.as_subclass(Methods))),

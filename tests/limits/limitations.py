@@ -478,7 +478,7 @@ class Slow(NamedTuple):
 def answer(run: Callable[[Any], Any], verbs: Any) -> Any:
     """What a row gives under one engine: a value or an error."""
     torch.manual_seed(0)
-    parting, forall.config.parting = forall.config.parting, "together"  # what else is measured
+    strategy, forall.config.strategy = forall.config.strategy, "together"  # what else is measured
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -486,7 +486,7 @@ def answer(run: Callable[[Any], Any], verbs: Any) -> Any:
         except Exception as error:
             return error
         finally:
-            forall.config.parting = parting
+            forall.config.strategy = strategy
     slow = [str(w.message) for w in told if w.category is forall.PerformanceWarning]
     if not slow:
         return value

@@ -824,7 +824,7 @@ def test_an_example_without_dims_does_not_promote_one_with(name):
 
 # --- messages -----------------------------------------------------------------------------------
 
-PARTING = {
+DIVERGING = {
     "if": lambda x: x if x.sum() > 0 else -x,
     "and": lambda x: x if x[0] > 0 and x[1] > 0 else -x,
     "not": lambda x: x * (not x[0] > 0),
@@ -838,17 +838,17 @@ PARTING = {
 OF_BOTH_SIGNS = torch.tensor([[1.5, 1.0, -0.2], [-0.1, -1.5, 0.3], [0.2, 0.0, 0.4]], dtype=D)
 
 
-@pytest.mark.parametrize("name", PARTING)
+@pytest.mark.parametrize("name", DIVERGING)
 def test_examples_that_part_give_what_the_loop_gives(name):
     def f(x):
-        return torch.as_tensor(PARTING[name](x), dtype=D).sum()
+        return torch.as_tensor(DIVERGING[name](x), dtype=D).sum()
 
     same(vmap(f)(OF_BOTH_SIGNS), loop(f)(OF_BOTH_SIGNS))
 
 
-@pytest.mark.parametrize("name", PARTING)
+@pytest.mark.parametrize("name", DIVERGING)
 def test_what_is_refused_is_refused_at_the_users_line_with_a_way_out(name):
-    f, line = PARTING[name], inspect.getsourcelines(PARTING[name])[1]
+    f, line = DIVERGING[name], inspect.getsourcelines(DIVERGING[name])[1]
     with pytest.raises(RuntimeError, match="vmap") as caught:
         vmap(f, divergence="error")(OF_BOTH_SIGNS)
     text = str(caught.value)

@@ -35,7 +35,7 @@ class Named:
 
     @staticmethod
     def choose(x, one, other):
-        """Return ``one`` for an example of which the sum is positive: examples part here."""
+        """Return ``one`` for an example of which the sum is positive: examples diverge here."""
         if x.sum() > 0:
             return one.sin()
         return other

@@ -114,7 +114,7 @@ def make_step(rng, names, kinds, chosen):
 
 
 class Program(NamedTuple):
-    """A program, the axes that it runs in, the outermost first, and whether examples may part."""
+    """A program, the axes that it runs in, the outermost first, and if examples may diverge."""
 
     run: Callable
     names: list[str]

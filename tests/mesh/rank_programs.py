@@ -268,7 +268,7 @@ def wait_for_one_that_is_killed(mesh):
 
 def _part(x):
     y = psum(x, "b")
-    if x > 2.5:  # examples of one rank alone part here
+    if x > 2.5:  # examples of one rank alone diverge here
         z = x * y
     else:
         z = x - y
@@ -297,7 +297,7 @@ def _reduce_in_a_branch(x):
     return x
 
 
-CONTROL = {"examples part between": _part, "loops": _loop, "a branch before": _choose}
+CONTROL = {"examples diverge between": _part, "loops": _loop, "a branch before": _choose}
 
 
 def run_control_flow(mesh, sizes, calls):

@@ -1,4 +1,4 @@
-"""Collectives where examples part: right before and after, an error where some alone come."""
+"""Collectives where examples diverge: right before and after, an error where some alone come."""
 
 import pytest
 import torch
@@ -221,9 +221,9 @@ def test_a_collective_that_some_come_to_is_an_error(f, transform):
     for _ in range(3):
         with pytest.raises(AxisError, match=r"\d of 4 examples of axis 'b' come here") as caught:
             vmap(counted, axis_name="b")(XS)
-        assert "\n    parted   " in str(caught.value)
+        assert "\n    diverged   " in str(caught.value)
         assert f"{__file__}:" in str(caught.value)
-    # At once: the first run of each call ends where examples part, the second is the converted one.
+    # At once: the first run of each call ends where they diverge, the second is the converted one.
     assert len(calls) <= 2 * 3
     torch.testing.assert_close(vmap(before, axis_name="b")(XS), PROGRAMS[0][1](XS))
 
@@ -311,7 +311,7 @@ def without_source(text):
 @pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
 def test_groups_refuse_collectives_and_count_over_the_whole_call():
     f = without_source("def f(x):\n  if x > 0:\n    return x\n  return psum(x, 'b')")
-    with pytest.raises(AxisError, match="run in groups: they have parted in code that could"):
+    with pytest.raises(AxisError, match="run in groups: they have diverged in code that could"):
         vmap(f, axis_name="b")(XS)
     f = without_source(
         "def f(x):\n  if x > 0:\n    return axis_index('b')\n  return -axis_index('b')"
@@ -319,9 +319,9 @@ def test_groups_refuse_collectives_and_count_over_the_whole_call():
     assert vmap(f, axis_name="b")(XS).tolist() == [0, -1, 2, -3]
 
 
-@pytest.mark.parametrize("parting", ["together", "measured", "loop"])
-def test_no_call_with_an_axis_runs_as_the_loop(parting, monkeypatch):
-    monkeypatch.setattr(forall.config, "parting", parting)
+@pytest.mark.parametrize("strategy", ["together", "measured", "loop"])
+def test_no_call_with_an_axis_runs_as_the_loop(strategy, monkeypatch):
+    monkeypatch.setattr(forall.config, "strategy", strategy)
     for _ in range(10):
         torch.testing.assert_close(vmap(before, axis_name="b")(XS), PROGRAMS[0][1](XS))
         torch.testing.assert_close(vmap(before, axis_name="b")(XS[:1]), XS[:1])

@@ -210,7 +210,7 @@ def test_some_examples_come():
     assert lines[1].endswith("if x.sum() > 0:")
     assert lines[2].endswith('return psum(x, "b")')
     assert lines[3] == (
-        "A collective takes all examples of its axis. Call it before they part, or give those that "
+        "A collective takes all examples of its axis. Call it before they diverge, or give those that "
         "do not take part a neutral value: psum(torch.where(taken, x, 0), 'b')."
     )
 

@@ -66,7 +66,7 @@ def test_words_of_the_environment():
     with refused(
         ValueError,
         """
-        FORALL_PARTING='off' does not say how examples that part are run.
+        FORALL_STRATEGY='off' does not say how examples that diverge are run.
         Set it to together or loop, or leave it out for measured.
         """,
     ):
@@ -78,7 +78,7 @@ def test_a_setting_that_does_not_exist():
         AttributeError,
         """
         forall.config.repaly: there is no setting of this name.
-            settings   replay, patience, parting, agree, rank_timeout
+            settings   replay, patience, strategy, agree, rank_timeout
         Did you mean replay?
         """,
     ):
@@ -90,14 +90,14 @@ VALUES_THAT_A_SETTING_DOES_NOT_TAKE = {
     "near": ("replay", "chekc", "'chekc'", "True, False or 'check'", "'check'"),
     "a word for a truth value": ("replay", "true", "'true'", "True, False or 'check'", "True"),
     "in capitals": (
-        "parting",
+        "strategy",
         "Loop",
         "'Loop'",
         "'measured', 'together' or 'loop'",
         "'loop'",
     ),
-    "not near": ("parting", "groups", "'groups'", "'measured', 'together' or 'loop'", None),
-    "None": ("parting", None, "None", "'measured', 'together' or 'loop'", None),
+    "not near": ("strategy", "groups", "'groups'", "'measured', 'together' or 'loop'", None),
+    "None": ("strategy", None, "None", "'measured', 'together' or 'loop'", None),
     "of another setting": ("agree", "loop", "'loop'", "'each', 'call' or 'never'", None),
     "below 0": ("patience", -1, "-1", "seconds, 0 or more", None),
     "no number": ("patience", nan, "nan", "seconds, 0 or more", None),
@@ -117,15 +117,32 @@ def test_a_value_that_a_setting_does_not_take(case):
     assert getattr(forall.config, name) == before
 
 
+def test_a_setting_whose_name_has_changed(monkeypatch):
+    monkeypatch.setattr(forall.config, "strategy", "together")
+    text = "forall.config.parting is now forall.config.strategy."
+    with pytest.warns(DeprecationWarning, match=text):
+        assert forall.config.parting == "together"
+    with pytest.warns(DeprecationWarning, match=text):
+        forall.config.parting = "loop"
+    assert forall.config.strategy == "loop"
+
+
+def test_a_report_whose_name_has_changed():
+    report = forall.explain(forall.vmap(lambda x: x if x > 0 else -x))(torch.tensor([1.0, -1.0]))
+    assert len(report.divergences) == 1
+    with pytest.warns(DeprecationWarning, match="partings is now divergences"):
+        assert report.partings == report.divergences
+
+
 def test_the_error_of_a_setting_that_the_page_shows():
     with refused(
         ValueError,
         """
-        forall.config.parting: it does not take 'groups'.
+        forall.config.strategy: it does not take 'groups'.
             values   'measured', 'together' or 'loop'
         """,
     ):
-        forall.config.parting = "groups"
+        forall.config.strategy = "groups"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +153,7 @@ def test_the_error_of_a_setting_that_the_page_shows():
         ("patience", 0),
         ("patience", 0.0),
         ("patience", inf),
-        ("parting", "measured"),
+        ("strategy", "measured"),
         ("agree", "never"),
         ("rank_timeout", 1e-3),
         ("rank_timeout", None),

@@ -77,13 +77,13 @@ def test_a_check_names_an_entry_that_shows_its_message(site):
 
 # Errors without a key: another way to run the call catches them, or torch's own come before.
 UNDER_NO_KEY = (
-    "adds to a gradient of examples that have parted",
+    "adds to a gradient of examples that have diverged",
     "communicates between processes",
     "copy would have no history",
     "differs between the examples needs more than 64 bits",
     "has a rule already",
     "tensor whose tangent is laid out otherwise",
-    "where examples have parted, of an x from before",
+    "where examples have diverged, of an x from before",
     "which has no rule yet",
     "writes into a view of a gradient",
     f"leaves for a tree of {BLANK}",

@@ -258,7 +258,7 @@ def test_side_effects_of_first_calls_count_as_without_replay(f, how):
     X = torch.randn(3, 3, generator=make_generator(0))
     on = _counts(lambda: _TRANSFORMS[how](f), X, True)
     off = _counts(lambda: _TRANSFORMS[how](f), X, False)
-    # The first call that finds examples parted is undone and begun anew; later ones are not.
+    # The first call that finds examples diverged is undone and begun anew; later ones are not.
     assert [n for n, _, _ in on[1:]] == [n for n, _, _ in off[1:]]
     for (_, words, results), (_, wanted, expected) in zip(on[1:], off[1:], strict=True):
         assert words == wanted

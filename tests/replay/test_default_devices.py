@@ -171,7 +171,7 @@ def test_a_function_that_sets_the_default_device_for_good_is_not_replayed():
         torch.set_default_device(None)
 
 
-# Results, some of them of Python numbers, of examples that part.
+# Results, some of them of Python numbers, of examples that diverge.
 PARTED = {
     "constants": lambda x: (of_numbers(x), x.sin() if x > 0 else x.cos()),
     "numbers": lambda x: 1.0 if x > 0 else 2.0,
@@ -200,7 +200,7 @@ def test_results_of_examples_that_part_lie_where_the_loop_puts_them(
 ):
     f, xs = PARTED[name], torch.tensor([0.5, -1.0, 2.0, -0.25])
     monkeypatch.setattr(forall.config, "replay", replay)
-    monkeypatch.setattr(forall.config, "parting", "together")
+    monkeypatch.setattr(forall.config, "strategy", "together")
     with nullcontext() if device is None else torch.device(device):
         each = [leaves(f(x)) for x in xs]
         wanted = [torch.stack([*map(as_tensor, column)]) for column in zip(*each, strict=True)]

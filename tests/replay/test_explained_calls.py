@@ -72,7 +72,7 @@ def test_a_transform_is_explained_with_its_result(name, at_once):
     e = explain_often(f, x)
     same(e.result, wanted)
     assert e.call == f"{name}(scalar)"
-    assert (e.examples, e.partings, e.groups) == (0, (), ())
+    assert (e.examples, e.divergences, e.groups) == (0, (), ())
     assert e.ways == (REPLAYED,)
     assert e.replay.endswith("calls so far")
     assert f"{name}(scalar)(float32{[*x.shape]}): " in e.program

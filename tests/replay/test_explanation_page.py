@@ -142,7 +142,7 @@ def test_the_page_of_a_call_that_diverges():
     steps, text, groups = rows[str(first + 2)]
     assert steps == str(len(e.steps))
     assert text == "    while (x * x - a).abs() &gt; 1e-4 * a:"
-    assert groups == ", ".join(" + ".join(map(str, p.sizes)) for p in e.partings)
+    assert groups == ", ".join(" + ".join(map(str, p.sizes)) for p in e.divergences)
     assert rows[str(first + 3)][0] == ""
     assert page.tags.count("svg") == 1
     drawn = re.findall(r'<path d="([^"]*)" fill="#[0-9A-F]{6}"( fill-opacity="0.4")?>', page.html)
@@ -167,7 +167,7 @@ def test_a_divergence_inside_return_is_told_at_its_line():
         return y if y < 3 else -y
 
     e = explain(vmap(f))(X)
-    assert {(p.file, p.line) for p in e.partings} == {(__file__, f.__code__.co_firstlineno + 2)}
+    assert {(p.file, p.line) for p in e.divergences} == {(__file__, f.__code__.co_firstlineno + 2)}
 
 
 @pytest.mark.usefixtures("at_once")
@@ -237,7 +237,7 @@ def test_a_vmap_inside_another_transform_is_explained(explained, args):
     e = explained(*args)
     (inner,) = e.inside
     assert (inner.call, inner.examples) == ("vmap(root)", 3)
-    assert {p.construct for p in inner.partings} == {"while"}
+    assert {p.construct for p in inner.divergences} == {"while"}
     assert inner.steps[0].examples == range(3)
     assert "inside: vmap(root): 3 examples" in str(e)
     page = read(e)

@@ -111,7 +111,7 @@ def check_divergence(verb: str, given: Any) -> None:
         raise documented_error(ValueError, "unknown-option")(
             f"{verb}: divergence must be 'split' or 'error'.\n"
             f"{format_columns([('divergence', repr(given))])}\n"
-            "'split' runs examples that part in groups; 'error' refuses them."
+            "'split' runs examples that diverge in groups; 'error' refuses them."
         )
 
 

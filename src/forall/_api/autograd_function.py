@@ -70,7 +70,7 @@ def _apply_users_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
     out = apply_users(find_batched_form(cls, args), *args, **kwargs)
     if is_once_differentiable(cls) and torch.is_grad_enabled():
         link_inputs(args, out)
-    if stack.parted and (stack.again or not is_in_backward()):
+    if stack.diverged and (stack.again or not is_in_backward()):
         sync_aliases()  # writes inside the Function have their history only now
     return out
 
@@ -93,7 +93,7 @@ def _with_history(out: Any, args: tuple) -> Any:
 
 def _apply_under_level(cls: Any, args: tuple, kwargs: dict) -> Any:
     args, kwargs = replace_escaped_args(args, kwargs)
-    if stack.parted:
+    if stack.diverged:
         args, kwargs, _ = restrict_args(None, args, kwargs)
     running = top()
     level = find_innermost_of(tuple(map(unwrap_posed, args)))
@@ -101,7 +101,7 @@ def _apply_under_level(cls: Any, args: tuple, kwargs: dict) -> Any:
         level = running
     if level is None:
         return _apply_users_function(cls, *args, **kwargs)
-    if stack.parted and (stack.again or not is_in_backward()) and not functions_are_off():
+    if stack.diverged and (stack.again or not is_in_backward()) and not functions_are_off():
         fit = restrict_args(cls.apply, args, kwargs)
         if fit.stands:
             return fit.restore_identity(_apply_under_level(cls, fit.args, fit.kwargs))

@@ -98,7 +98,7 @@ def _grad_through_captured(call: GradCall) -> Any:
     is_one_graph = torch.is_grad_enabled() and not any(
         _continues_outside(c.outside, wanted) for c in crossings
     )
-    if is_one_graph and not stack.parted:
+    if is_one_graph and not stack.diverged:
         return NotImplemented
     flags = call.flags
     if call.is_grads_batched:
@@ -118,7 +118,7 @@ def _grad_outside(call: GradCall) -> Any:
     It is asked before what is captured is shared, so nothing is lifted, and no pass runs inside.
     """
     level = find_sharing_level(top())
-    if level is None or level.root is not level or stack.parted or call.is_grads_batched:
+    if level is None or level.root is not level or stack.diverged or call.is_grads_batched:
         return NotImplemented
     outs, wanted = _tuple(call.outputs), [*_tuple(call.inputs)]
     if not outs or not all(

@@ -89,7 +89,7 @@ def _answer_directly(op: Any, t: Any, rest: tuple, level: Any) -> Tensor | None:
     """Return the result, with its history, if its operand is a plain stack; else None."""
     if not (torch.is_grad_enabled() and t.requires_grad):
         return answer_call(op, (t, *rest), None, level, modes=1)
-    if type(t) is not BatchedTensor or t.level is not level or stack.parted or is_autocast():
+    if type(t) is not BatchedTensor or t.level is not level or stack.diverged or is_autocast():
         return None
     if type(t.value) not in PLAIN or t.value.requires_grad:
         return None
@@ -508,7 +508,7 @@ def axis_index(axis_name: Hashable) -> Tensor:
     """The number of the example along an axis: a tensor of shape () and dtype int64.
 
     The law: in ``vmap(f, axis_name="b")`` it is ``torch.arange(N)``, one entry per example. It
-    counts over the whole call, also with a chunk_size and where examples have parted.
+    counts over the whole call, also with a chunk_size and where examples have diverged.
 
     Raises:
         NameError: if no axis has that name here.

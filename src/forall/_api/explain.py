@@ -30,7 +30,7 @@ from forall._core.errors import format_bytes, format_columns, format_short, name
 from forall._core.python_state import is_ours
 from forall._divergence.converted_call import collect_inner_reports, collect_report
 from forall._divergence.report import Report, format_range
-from forall._divergence.report_records import Parting, Step
+from forall._divergence.report_records import Divergence, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,7 +124,7 @@ class Explanation(ExplainedCall):
             `forall.config.replay` is on.
         program: the recorded program of such calls, one operator a line, if there is one.
         measured: how other calls with so many examples run, and how long that takes, if
-            `forall.config.parting` finds it out. An explained call runs together.
+            `forall.config.strategy` finds it out. An explained call runs together.
         examples: the number of examples of a `vmap`, else 0.
         seconds: how long the call took, while it was measured.
         operators: the calls, seconds and bytes allocated of each operator, the longest first.
@@ -141,7 +141,7 @@ class Explanation(ExplainedCall):
     Example:
         >>> f = forall.vmap(lambda x: x.exp() if x > 0 else 0 * x)
         >>> e = forall.explain(f)(torch.arange(-1.0, 2.0))
-        >>> [(p.construct, p.sizes) for p in e.partings]
+        >>> [(p.construct, p.sizes) for p in e.divergences]
         [('if else', (1, 2))]
         >>> [cost.calls for cost in e.operators if cost.name == "exp"]
         [1]
@@ -163,11 +163,11 @@ class Explanation(ExplainedCall):
         parts = [self._title()]
         for title, rows in (
             ("how it ran", [(way,) for way in _count_repeats(self.ways)]),
-            ("where examples parted", _list_divergences(self.partings)),
+            ("where examples diverged", _list_divergences(self.divergences)),
             ("how many took each step", _list_steps(self.steps)),
             ("converted", [(f.name, f.place) for f in self.converted]),
             ("not converted, so run once for each group", [tuple(f) for f in self.refused]),
-            ("parted inside, as it is, and ran again for each group", self._list_reruns()),
+            ("diverged inside, as it is, and ran again for each group", self._list_reruns()),
             ("of Python's own values alone", self._list_scalar_lines()),
             ("once per example, without a batching rule", self._list_looped()),
             ("replayed", [(self.replay,)] if self.replay else []),
@@ -387,9 +387,9 @@ def _count_repeats(ways: tuple[str, ...]) -> list[str]:
     return [way if n == 1 else f"{way} ({n} times)" for way, n in Counter(ways).items()]
 
 
-def _list_divergences(partings: tuple[Parting, ...]) -> list[tuple[str, ...]]:
+def _list_divergences(divergences: tuple[Divergence, ...]) -> list[tuple[str, ...]]:
     found: dict[tuple[SourceLine, str], list[tuple[int, ...]]] = {}
-    for p in partings:
+    for p in divergences:
         found.setdefault((p.place, p.construct), []).append(p.sizes)
     return [
         (

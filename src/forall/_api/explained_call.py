@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from forall._core.errors import warn_renamed
 from forall._divergence.report import Report
 
 if TYPE_CHECKING:
     from forall._api.operator_costs import OperatorCost
     from forall._compat.call_site import SourceLine
-    from forall._divergence.report_records import Function, Parting, Step
+    from forall._divergence.report_records import Divergence, Function, Step
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,15 @@ class ExplainedCall:
         return tuple(self._report.groups)
 
     @property
-    def partings(self) -> tuple[Parting, ...]:
+    def divergences(self) -> tuple[Divergence, ...]:
         """Each time that examples diverged."""
-        return tuple(self._report.partings)
+        return tuple(self._report.divergences)
+
+    @property
+    def partings(self) -> tuple[Divergence, ...]:
+        """Return ``divergences``, which had this name."""
+        warn_renamed("partings", "divergences")
+        return self.divergences
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from forall._api.explained_call import ExplainedCall
-    from forall._divergence.report_records import Parting, Step
+    from forall._divergence.report_records import Divergence, Step
 
 # What a page shows at most; the text says where it shows less than there is.
 _STEPS, _EXAMPLES, _OPERATORS, _GROUPS = 600, 200, 20, 6
@@ -312,15 +312,15 @@ def _make_key(style: str, label: str, count: str) -> str:
 
 def _list_source(e: ExplainedCall, colours: dict[SourceLine, str]) -> str:
     """Return the source around all tests, with counts beside its lines."""
-    places = {*colours, *(p.place for p in e.partings), *e.scalar}
+    places = {*colours, *(p.place for p in e.divergences), *e.scalar}
     if not places:
         return ""
     steps: dict[SourceLine, list[Step]] = defaultdict(list)
     for step in e.steps:
         steps[step.place].append(step)
-    partings: dict[SourceLine, list[Parting]] = defaultdict(list)
-    for parting in e.partings:
-        partings[parting.place].append(parting)
+    divergences: dict[SourceLine, list[Divergence]] = defaultdict(list)
+    for divergence in e.divergences:
+        divergences[divergence.place].append(divergence)
     parts = []
     for file in sorted({place.file for place in places}):
         lines = [place.line for place in places if place.file == file]
@@ -330,7 +330,7 @@ def _list_source(e: ExplainedCall, colours: dict[SourceLine, str]) -> str:
             if n > before + 1:
                 rows.append('<tr class="gap"><td></td><td></td><td>...</td><td></td></tr>')
             before, place = n, SourceLine(file, n)
-            rows.append(_make_source_row(place, steps[place], partings[place], colours))
+            rows.append(_make_source_row(place, steps[place], divergences[place], colours))
         head = (
             '<tr><th class="number">line</th><th class="number">steps</th>'
             f"<th>{escape(_shorten_path(file))}</th><th>diverged into groups of</th></tr>"
@@ -347,19 +347,19 @@ def _shorten_path(file: str) -> str:
 def _make_source_row(
     place: SourceLine,
     steps: list[Step],
-    partings: list[Parting],
+    divergences: list[Divergence],
     colours: dict[SourceLine, str],
 ) -> str:
-    sizes = Counter(" + ".join(map(str, parting.sizes)) for parting in partings)
+    sizes = Counter(" + ".join(map(str, divergence.sizes)) for divergence in divergences)
     groups = [f"{size}{'' if n == 1 else f' (x{n})'}" for size, n in sizes.items()]
     if len(groups) > _GROUPS:
         more = sum([*sizes.values()][_GROUPS:])
         groups = [*groups[:_GROUPS], f"and {format_count(more, 'time')} more"]
     colour = colours.get(place)
     edge = f' style="box-shadow: inset 4px 0 {colour}"' if colour else ""
-    kind = ' class="diverged"' if partings else ""
+    kind = ' class="diverged"' if divergences else ""
     text = linecache.getline(place.file, place.line).rstrip("\n") or (
-        "(no source)" if steps or partings else ""
+        "(no source)" if steps or divergences else ""
     )
     return (
         f'<tr{kind}><td class="number"{edge}>{place.line}</td>'

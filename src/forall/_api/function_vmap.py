@@ -61,7 +61,7 @@ def _find_level(args: tuple) -> VmapLevel | None:
     level = find_innermost_of(args)
     if not isinstance(level, VmapLevel) or level.records_on_value:
         return None
-    if stack.parted or level.root is not level:
+    if stack.diverged or level.root is not level:
         return None
     leaves = pytree.get_leaves(args)
     return level if any(is_mapped(a, level) for a in leaves) else None

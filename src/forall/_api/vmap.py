@@ -88,7 +88,7 @@ def vmap(
     Code that cannot be converted (a generator, code without source) runs once for each group of
     examples that agree, and warns. Prints, and writes to files, then come more than once. If
     ``func`` is seen to only compute, and examples whose values are tested take less time one after
-    another, they run so, as in the loop. Calls are timed to find out, see `config.parting`.
+    another, they run so, as in the loop. Calls are timed to find out, see `config.strategy`.
 
     Args:
         func: takes tensors, or trees of them, and returns tensors, numbers, or trees of them.
@@ -138,9 +138,9 @@ def vmap(
             without ragged or a nested argument, for another number of examples than axis_size, and
             for a chunk_size below 1 or a max_steps or axis_size below 0.
         IndexError: for a place in ``out_dims`` that the result does not have.
-        RuntimeError: where examples part under ``divergence="error"``; after max_steps steps; for a
-            write of an example's own data into a tensor that all examples share; for a random draw
-            under ``randomness="error"``.
+        RuntimeError: where examples diverge under ``divergence="error"``; after max_steps steps;
+            for a write of an example's own data into a tensor that all examples share; for a random
+            draw under ``randomness="error"``.
         RankError: on all ranks of a mesh, where one fails or they come to different places.
         Exception: what the loop would raise first, with a note that names the example.
 

@@ -9,25 +9,25 @@ import ast
 
 _YES = """
 IF = F.branch(TEST)
-if IF.parted:
+if IF.diverged:
     IF.save(F.locals(), KEPT, JOINS)
 for TRIP in IF.yes:
     BODY
 """
 _NO = """
-if IF.parted:
+if IF.diverged:
     FLIP
 for TRIP in IF.no:
     ORELSE
 """
 _MET = """
-if IF.parted:
+if IF.diverged:
     MEET
 """
 IF, IF_ELSE = _YES + _MET, _YES + _NO + _MET
 WHILE = """
 LOOP = F.loop()
-while LOOP.test(TEST) or (LOOP.parting and LOOP.drop_failed(F.locals())):
+while LOOP.test(TEST) or (LOOP.split and LOOP.drop_failed(F.locals())):
     for TRIP in F.once:
         BODY
     AGAIN

@@ -149,7 +149,7 @@ def _find_unreached_code(ran: FullCoverage, reached: Iterable[Any]) -> str | Non
     if odd is None:
         return None
     if SourceLine.from_code(odd) in map(SourceLine.from_code, known):  # converted, of a known one
-        return f"examples part in {odd.co_qualname} ({SourceLine.from_code(odd)})"
+        return f"examples diverge in {odd.co_qualname} ({SourceLine.from_code(odd)})"
     return f"nothing leads to {odd.co_qualname}, which runs ({SourceLine.from_code(odd)})"
 
 

@@ -76,7 +76,7 @@ def while_loop(
     while going and checkpoint_every is not None and not get_active_set().parts:
         stop = steps + checkpoint_every
         val, steps, going = checkpoint(loop.run, val, steps, stop, use_reentrant=False)
-        if going and steps < stop:  # examples part, and a backward pass runs for all of them
+        if going and steps < stop:  # examples diverge, and a backward pass runs for all of them
             break
     return loop.run(val, steps)[0] if going else val
 

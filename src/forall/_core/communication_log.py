@@ -7,8 +7,8 @@ them there, at the same places.
 
 They are kept only if a run may be undone: whoever undoes one has asked for the position first, as
 `PythonSnapshot` does. By default a call of several examples may be undone up to its end, since its
-examples may part. A call with ``divergence="error"`` keeps no messages, and neither does a program
-that cannot fail.
+examples may diverge. A call with ``divergence="error"`` keeps no messages, and neither does a
+program that cannot fail.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from forall._compat.documented_error import documented_error
-from forall._core.errors import format_short
+from forall._core.errors import format_short, warn_renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,10 +28,10 @@ class Config:
 
     ``patience``: the seconds in all that a function must have run before it is recorded.
 
-    ``parting``: how `vmap` runs a function in which Python reads values of examples. With
+    ``strategy``: how `vmap` runs a function in which Python reads values of examples. With
     ``"together"`` the examples run together, with ``"loop"`` one after another, where possible.
     With ``"measured"`` the first calls find out which of the two takes less time. Results of the
-    two may differ by a rounding. Set from ``FORALL_PARTING`` at the start.
+    two may differ by a rounding. Set from ``FORALL_STRATEGY`` at the start.
 
     ``agree``: when the ranks of a mesh make sure that all are at the same place of the program.
     With ``"each"``, before each message between them and at the end of a call; with ``"call"``, at
@@ -52,16 +52,25 @@ class Config:
 
     replay: bool | str = True
     patience: float = 0.05
-    parting: str = "measured"
+    strategy: str = "measured"
     agree: str = "each"
     rank_timeout: float | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name == "parting":
+            warn_renamed("forall.config.parting", "forall.config.strategy")
+            name = "strategy"
         if name not in _SETTINGS:
             raise _unknown_setting_error(name)
         if not _SETTINGS[name].accepts(value):
             raise _value_error(name, value)
         super().__setattr__(name, value)
+
+    @property
+    def parting(self) -> str:
+        """Return ``strategy``, which had this name."""
+        warn_renamed("forall.config.parting", "forall.config.strategy")
+        return self.strategy
 
 
 class _Setting(NamedTuple):
@@ -82,11 +91,11 @@ class _Setting(NamedTuple):
         return f"{', '.join(most)} or {last}" if most else last
 
 
-_PARTING = ("measured", "together", "loop")
+_STRATEGIES = ("measured", "together", "loop")
 _SETTINGS = {
     "replay": _Setting((True, False, "check")),
     "patience": _Setting((), "seconds, 0 or more", lambda number: number >= 0),
-    "parting": _Setting(_PARTING),
+    "strategy": _Setting(_STRATEGIES),
     "agree": _Setting(("each", "call", "never")),
     "rank_timeout": _Setting((None,), "seconds, more than 0", lambda number: 0 < number < inf),
 }
@@ -127,16 +136,24 @@ def parse_replay(word: str) -> bool | str:
 
 
 def parse_strategy(word: str) -> str:
-    """Return the setting that a value of FORALL_PARTING stands for."""
-    if word not in ("", *_PARTING):
+    """Return the setting that a value of FORALL_STRATEGY stands for."""
+    if word not in ("", *_STRATEGIES):
         raise documented_error(ValueError, "environment-variable")(
-            f"FORALL_PARTING={word!r} does not say how examples that part are run.\n"
+            f"FORALL_STRATEGY={word!r} does not say how examples that diverge are run.\n"
             "Set it to together or loop, or leave it out for measured."
         )
     return word or "measured"
 
 
+def _read_strategy() -> str:
+    """Return the value of FORALL_STRATEGY, or of the name that it had."""
+    if "FORALL_PARTING" not in os.environ or "FORALL_STRATEGY" in os.environ:
+        return os.environ.get("FORALL_STRATEGY", "")
+    warn_renamed("FORALL_PARTING", "FORALL_STRATEGY")
+    return os.environ["FORALL_PARTING"]
+
+
 now = Config(
     parse_replay(os.environ.get("FORALL_REPLAY", "")),
-    parting=parse_strategy(os.environ.get("FORALL_PARTING", "")),
+    strategy=parse_strategy(_read_strategy()),
 )

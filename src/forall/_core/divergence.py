@@ -24,7 +24,7 @@ class Diverged(BaseException):
     """
 
     def __init__(self, level: Any, groups: list[list[int]], place: SourceLine) -> None:
-        super().__init__("examples part")
+        super().__init__("examples diverge")
         self.level = level
         self.groups = groups
         self.place = place
@@ -48,7 +48,7 @@ def make_divergence(
         error = complaint()
         error.add_note(
             "vmap: the call has ended, and a backward pass over what it computed asks this.\n"
-            "During the call examples may part: take the derivative inside, as in vmap(grad(f))."
+            "During the call examples may diverge: take the derivative inside, as in vmap(grad(f))."
         )
         return error
     root = level.root

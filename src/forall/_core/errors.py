@@ -73,6 +73,11 @@ def warn_slow_path(text: str) -> None:
     warn_users_line(text, PerformanceWarning)
 
 
+def warn_renamed(old: str, new: str) -> None:
+    """Warn at the user's line that a public name has changed; once for each name."""
+    warn_users_line(f"{old} is now {new}.", DeprecationWarning)
+
+
 def format_columns(rows: list[tuple[str, ...]]) -> str:
     """Format rows as aligned, indented text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -78,12 +78,12 @@ def _make_branch_error(call: str, axis: Axis, some: Any) -> AxisError:
     rows = [("here", str(place), place.text())]
     test = some.examples.split_at
     if test is not None:
-        rows.insert(0, ("parted", str(test), test.text()))
+        rows.insert(0, ("diverged", str(test), test.text()))
     return documented_error(AxisError, "collective-diverged")(
         f"{call}: {some.size} of {axis.local_size} examples of axis {axis.name!r} come here; the "
         f"others took another way.\n{format_columns(rows)}\n"
-        "A collective takes all examples of its axis. Call it before they part, or give those that "
-        f"do not take part a neutral value: psum(torch.where(taken, x, 0), {axis.name!r})."
+        "A collective takes all examples of its axis. Call it before they diverge, or give those "
+        f"that do not take part a neutral value: psum(torch.where(taken, x, 0), {axis.name!r})."
     )
 
 
@@ -94,10 +94,10 @@ def _make_part_error(call: str, axis: Axis, root: Any) -> AxisError:
     cure = "Give no chunk_size, or return what is to be combined and combine the results."
     if axis.chunk_size is None:
         why = (
-            "they run in groups: they have parted in code that could not be converted, or have "
+            "they run in groups: they have diverged in code that could not be converted, or have "
             "arguments of several shapes"
         )
-        cure = "Call it in a vmap of its own, before they part; forall.explain tells where."
+        cure = "Call it in a vmap of its own, before they diverge; forall.explain tells where."
     return documented_error(AxisError, "collective-diverged")(
         f"{call}: {root.size} of {axis.local_size} examples of axis {axis.name!r} run together, "
         f"since {why}.\n{format_columns(rows)}\nA collective takes all examples of its axis. {cure}"

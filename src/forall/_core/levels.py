@@ -230,7 +230,7 @@ class Level:
 
 class _Stack(exception_safety.RestoredState):
     top: Level | None = None
-    parted = 0  # how many levels have a sub-level that acts for them
+    diverged = 0  # how many levels have a sub-level that acts for them
     ever_parted = False
     again = 0  # the depth of recomputations for such a sub-level
     recomputes = False  # whether code of a forward pass is recomputed, for whichever examples
@@ -327,7 +327,7 @@ def set_acting_level(root: Level, level: Level) -> None:
     was, root.sub_level = root.acting_level, None if level is root else level
     if was is level:
         return
-    stack.parted += (level is not root) - (was is not root)
+    stack.diverged += (level is not root) - (was is not root)
     stack.ever_parted = True
     inner = stack.top
     if inner is was:

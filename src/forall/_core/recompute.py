@@ -31,7 +31,7 @@ def bind_original_context(function: Callable, *, recomputes: bool = True) -> Cal
     computes something new, as a hook does.
     """
     level = top()
-    parts = [*_sub_levels_of(level)] if stack.parted else []
+    parts = [*_sub_levels_of(level)] if stack.diverged else []
 
     def run_in_context(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as place:

@@ -67,7 +67,7 @@ class BatchedScalar:
     @property
     def tensor(self) -> Tensor:
         """The numbers of the examples that run."""
-        if not stack.parted or not is_stale(self._tensor):
+        if not stack.diverged or not is_stale(self._tensor):
             return self._tensor
         some = self._some
         if some is None or is_stale(some):

@@ -142,9 +142,9 @@ def evaluate_any_or_all(items: Any, *, stop: bool) -> Any:
     """Evaluate ``any(items)`` (stop: True) or ``all(items)``; a lane stops once it is decided."""
     found = stop
     t = thread
-    region, depth, before = Region(t), len(t.entered), t.parted
+    region, depth, before = Region(t), len(t.entered), t.diverged
     done: list[tuple[Any, dict]] = []
-    t.parted += 1
+    t.diverged += 1
     try:
         for item in items:
             answer = evaluate_lane_test(item)
@@ -168,7 +168,7 @@ def evaluate_any_or_all(items: Any, *, stop: bool) -> Any:
         raise
     finally:
         t.leave_sets(depth)
-        t.parted = before
+        t.diverged = before
         close_down_to(t, region.up)
     if not done:
         return stop

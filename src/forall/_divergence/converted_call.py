@@ -121,7 +121,7 @@ def call_converted(f: Any, /, *args: Any, **kwargs: Any) -> Any:
     if kind is types.BuiltinFunctionType or kind is type:
         if f in _of_torch_alone and not thread.loose:
             return _call_torch(f, f, args, args, kwargs)
-        if thread.parted:
+        if thread.diverged:
             _refuse_kept_iterators(args)
         override = OVERRIDDEN.get(f)
         if override is not None:
@@ -150,7 +150,7 @@ def _refuse_kept_iterators(args: tuple) -> None:
 def call_in_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
     """Call a converted function; the lanes that run now run again when it returns or raises."""
     t = thread
-    top, depth, parted = t.top, len(t.entered), t.parted
+    top, depth, diverged = t.top, len(t.entered), t.diverged
     try:
         result = g(*args, **kwargs)
         if t.top is not top:
@@ -159,7 +159,7 @@ def call_in_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
         if t.failed is None:
             t.failed = interface.get_active_set()
         t.leave_sets(depth)
-        t.top, t.parted = top, parted
+        t.top, t.diverged = top, diverged
         raise
     else:
         return result
@@ -261,7 +261,7 @@ def _call_builtin(f: Any, args: tuple, kwargs: dict) -> Any:
         return _call_tensor_method(f, owner, args, kwargs)
     if slot_of(owner) is not None:
         return call_unconverted(f, args, kwargs, owners=(owner,))
-    if thread.parted and not (owner is None or isinstance(owner, _CONSTANT)):
+    if thread.diverged and not (owner is None or isinstance(owner, _CONSTANT)):
         raise Unsplittable(f"{f.__name__} of an object that it may change, by some examples alone")
     return call_unconverted(f, args, kwargs)
 
@@ -270,7 +270,7 @@ def _call_container_method(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any
     """Call a method of a list, dict or set."""
     name = f.__name__
     if thread.mixed and id(owner) in thread.mixed:
-        if name not in READS_ONLY and thread.parted:
+        if name not in READS_ONLY and thread.diverged:
             subscripts.log_container(owner)
         return subscripts.run_per_set(
             (owner, *args), lambda: call_converted(getattr(owner, name), *args, **kwargs)
@@ -279,11 +279,11 @@ def _call_container_method(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any
     if is_plain or (
         name in ("extend", "setdefault", "update") and not _has_loose_or_number(args, kwargs)
     ):
-        if thread.parted:
+        if thread.diverged:
             subscripts.log_container(owner)
         return f(*args, **kwargs)
     if name == "pop" and all(type(a) in (int, str) for a in args):
-        if thread.parted:
+        if thread.diverged:
             subscripts.log_container(owner)
         return f(*args)
     if name == "get" and type(args[0]) in (int, str):
@@ -420,7 +420,7 @@ def call_unconverted(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> A
 def _refuse_seed_of_some(f: types.FunctionType, given: tuple) -> None:
     """Raise if a call seeds a generator for some examples, since all of them draw from it."""
     own = (interface.BatchedScalar, Wrapper)
-    if thread.parted or any(isinstance(v, own) for v in given):
+    if thread.diverged or any(isinstance(v, own) for v in given):
         raise Unsplittable(f"{f.__name__} for some examples: all draw from one generator")
 
 
@@ -458,7 +458,7 @@ def _take_snapshot(f: Any, args: tuple, kwargs: dict) -> PythonSnapshot | None:
     None is needed if lanes run together and cannot diverge in the user's code.
     """
     code = getattr(getattr(f, "__func__", f), "__code__", None)
-    if not thread.parted and (code is None or is_library_code(code)):
+    if not thread.diverged and (code is None or is_library_code(code)):
         return None
     given: list[Any] = []
     for a in (*args, *kwargs.values()):
@@ -483,7 +483,7 @@ def _call_per_set(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list
     """Call ``f`` once for each of these active sets, within which no argument varies."""
     if len(worlds) > 1 and _has_iterator((*owners, *args, *kwargs.values())):
         raise Unsplittable("an iterator, used up by the first of several examples")
-    if thread.parted or len(worlds) > 1:
+    if thread.diverged or len(worlds) > 1:
         for owner in owners:
             subscripts.log_container(owner)
 

@@ -60,16 +60,16 @@ class WithMark:
     would miss what its managers do there. Managers of torch's settings do nothing for a lane.
     """
 
-    __slots__ = ("is_ambient", "parted", "t", "top")
+    __slots__ = ("diverged", "is_ambient", "t", "top")
 
     def __init__(self, t: Any) -> None:
-        self.t, self.top, self.parted = t, t.top, t.parted
+        self.t, self.top, self.diverged = t, t.top, t.diverged
         self.is_ambient = True
 
     def end(self) -> None:
         """Note that the body has ended without an exception."""
         if self.is_ambient:
-            self.top, self.parted = self.t.top, self.t.parted
+            self.top, self.diverged = self.t.top, self.t.diverged
 
 
 class Frame(Region):
@@ -113,7 +113,7 @@ class Frame(Region):
         if self.returned is None:
             self.returned = []
             self.apart += 1
-            self.t.parted += 1
+            self.t.diverged += 1
         self.returned.append((interface.get_active_set(), value, self.capture_writes()))
         self.dead = True
 
@@ -126,7 +126,7 @@ class Frame(Region):
             parts.append((interface.get_active_set(), value, self.capture_writes()))
         self.t.leave_sets(self.depth)
         self.join_writes([(w, written) for w, _, written in parts])
-        self.t.parted -= 1
+        self.t.diverged -= 1
         self.returned = None
         return merge([(w, v) for w, v, _ in parts])
 
@@ -269,7 +269,7 @@ class Frame(Region):
 
     def unmark(self, mark: WithMark) -> None:
         failed, self.t.failed = self.t.failed, None
-        if self.t.parted != mark.parted or (
+        if self.t.diverged != mark.diverged or (
             failed is not None and failed != interface.get_active_set()
         ):
             raise Unsplittable("only some examples leave a with block early")
@@ -284,12 +284,12 @@ class Frame(Region):
 
     def note_cell(self, reader: Callable) -> None:
         """Note the closure variable that ``reader`` reads, before it changes."""
-        if self.t.parted:
+        if self.t.diverged:
             cells: Any = reader.__closure__
             self.t.note(CellSlot(cells[0]))
 
     def note_global(self, names: dict, name: str) -> None:
-        if self.t.parted:
+        if self.t.diverged:
             self.t.note(GlobalSlot(names, name))
 
 

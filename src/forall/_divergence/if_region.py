@@ -15,7 +15,7 @@ class UniformIf:
     """An ``if`` at which all lanes take one side."""
 
     __slots__ = ("no", "yes")
-    parted = False
+    diverged = False
 
     def __init__(self, yes: tuple, no: tuple) -> None:
         self.yes, self.no = yes, no
@@ -28,7 +28,7 @@ class IfRegion(Region):
     """An ``if`` at which lanes have diverged, from ``save`` to ``join``."""
 
     __slots__ = ("base", "first", "frame", "holes", "joins", "worlds")
-    parted = True
+    diverged = True
     yes = no = ONCE
 
     def __init__(self, frame: Any, yes: Any, no: Any) -> None:
@@ -42,7 +42,7 @@ class IfRegion(Region):
         self.base = {name: names.get(name, UNDEFINED) for name in kept}
         self.joins = joins
         self.frame.apart += 1
-        self.t.parted += 1
+        self.t.diverged += 1
         self.t.run_only(self.worlds[0])
 
     def flip(self, names: dict[str, Any]) -> list[Any]:
@@ -78,7 +78,7 @@ class IfRegion(Region):
         t = self.t
         t.leave_sets(self.depth)
         self.frame.apart -= 1
-        t.parted -= 1
+        t.diverged -= 1
         together = unite_sets([w for w, _, _ in parts])
         if together is None:
             self.frame.dead = True

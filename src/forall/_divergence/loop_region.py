@@ -45,14 +45,14 @@ class BodyExits:
 class LoopRegion(Region):
     """A loop, from before its first test to the point where all lanes that left it reconverge."""
 
-    __slots__ = ("apart", "exits", "frame", "holes", "names", "noted", "parting", "varying")
+    __slots__ = ("apart", "exits", "frame", "holes", "names", "noted", "split", "varying")
 
     def __init__(self, frame: Any, names: tuple[str, ...]) -> None:
         self.frame = frame
         self.names = names
         Region.__init__(self, frame.t)
         self.apart = self.varying = self.holes = False
-        self.parting: Any = None
+        self.split: Any = None
         self.exits = BodyExits()
 
     def _begin(self) -> None:
@@ -60,7 +60,7 @@ class LoopRegion(Region):
         if not self.apart:
             self.apart = True
             self.frame.apart += 1
-            self.t.parted += 1
+            self.t.diverged += 1
 
     def _leave_loop(self, names: dict[str, Any], world: Any = None) -> Any:
         values = [names.get(name, UNDEFINED) for name in self.names]
@@ -75,13 +75,13 @@ class LoopRegion(Region):
         if type(answer) is bool:
             return answer
         self.t.report_divergence("while", answer)
-        self.parting = answer
+        self.split = answer
         return False
 
     def drop_failed(self, names: dict[str, Any]) -> bool:
         """Let the lanes for which the test failed leave, and the others go on."""
-        on, out = self.parting
-        self.parting = None
+        on, out = self.split
+        self.split = None
         self._begin()
         self.exits.failed.append(self._leave_loop(names, out))
         self.t.leave_sets(self.depth)
@@ -109,7 +109,7 @@ class LoopRegion(Region):
                 return
             if answer is not True:
                 self.t.report_divergence("for", answer)
-                self.parting = answer
+                self.split = answer
                 self.drop_failed(self.noted)
             self.noted = EMPTY
             yield item()
@@ -169,7 +169,7 @@ class LoopRegion(Region):
 
     def _end(self) -> None:
         self.frame.apart -= 1
-        self.t.parted -= 1
+        self.t.diverged -= 1
         self.close()
         self.exits, self.noted = BodyExits(), EMPTY
 

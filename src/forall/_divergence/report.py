@@ -11,7 +11,7 @@ from typing import Any
 from forall._compat.call_site import SourceLine, find_users_frame
 from forall._core.divergence import Diverged
 from forall._core.errors import name_of
-from forall._divergence.report_records import Function, Parting, Step
+from forall._divergence.report_records import Divergence, Function, Step
 from forall._vmap.concretize_listeners import get_code_position
 
 UNDOES = "what one group wrote into older memory another would have seen"
@@ -21,7 +21,7 @@ UNDOES = "what one group wrote into older memory another would have seen"
 class Report:
     """The divergences of a call, the functions that were not converted, and the reasons."""
 
-    partings: list[Parting] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     functions: dict[Any, Function] = field(default_factory=dict)  # by code object, and if converted
     again: Counter[str] = field(default_factory=Counter)  # calls rerun for each group
@@ -45,7 +45,7 @@ class Report:
     def note_divergence(
         self, construct: str, sizes: tuple[int, ...], filename: str, line: int
     ) -> None:
-        self.partings.append(Parting(construct, filename, line, sizes))
+        self.divergences.append(Divergence(construct, filename, line, sizes))
 
     def note_test(self, construct: str, place: SourceLine, yes: Any, no: Any) -> None:
         """Note a test that is true for one active set, and false for the other."""
@@ -84,11 +84,11 @@ class Report:
             self.steps.append(Step(place, level.acting_level.origin.numbers))
 
     def take_snapshot(self) -> tuple[int, int]:
-        return len(self.steps), len(self.partings)
+        return len(self.steps), len(self.divergences)
 
     def restore_snapshot(self, mark: tuple[int, int]) -> None:
         """Drop what was noted since ``mark``, but not the reruns, which explain the undoing."""
-        del self.steps[mark[0] :], self.partings[mark[1] :]
+        del self.steps[mark[0] :], self.divergences[mark[1] :]
 
     # --- runs of the whole function
 
@@ -153,7 +153,7 @@ def _name_construct(place: SourceLine) -> str:
 
 
 def _format_place(place: SourceLine) -> str:
-    return f"{place.near()}, where examples part"
+    return f"{place.near()}, where examples diverge"
 
 
 def _format_reason(why: BaseException | None) -> str:

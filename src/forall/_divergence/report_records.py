@@ -8,7 +8,7 @@ from typing import NamedTuple
 from forall._compat.call_site import SourceLine
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """A divergence: a construct, its line, and how many lanes took each side."""
 
     construct: str

@@ -212,7 +212,7 @@ class _Examples:
     def _find_numbers(self, t: Tensor, *, flat: bool = False) -> _NameValues:
         """Find the numbers of a tensor: for each example nested lists, or one number."""
         stack.asked = True
-        if stack.parted and is_stale(t):
+        if stack.diverged and is_stale(t):
             t = restrict_to_running(t)
         numbers, levels = read_answers(t)
         if type(numbers) not in PLAIN or len(levels) > 1:
@@ -306,7 +306,7 @@ class _Examples:
         different = dict.fromkeys(keys)
         if len(different) == 1:
             return values[0]
-        if len(different) > _MOST_TEXTS or stack.parted or self.level.parent is not None:
+        if len(different) > _MOST_TEXTS or stack.diverged or self.level.parent is not None:
             raise _AsideError
         places: dict[Any, list[int]] = {key: [] for key in different}
         for n, key in enumerate(keys):

@@ -178,7 +178,7 @@ def store_item(value: Any, x: Any, key: Any) -> None:
     elif _may_differ(key):
         run_changing((x,), lambda: operator.setitem(x, _concretize_key(key), value))
     else:
-        if thread.parted:
+        if thread.diverged:
             log_container(x)
         x[key] = value
 
@@ -190,7 +190,7 @@ def delete_item(x: Any, key: Any) -> None:
     elif _may_differ(key):
         run_changing((x,), lambda: operator.delitem(x, _concretize_key(key)))
     else:
-        if thread.parted:
+        if thread.diverged:
             log_container(x)
         del x[key]
 
@@ -204,7 +204,7 @@ def run_changing(owners: Any, run: Callable[[], Any], state: PythonSnapshot | No
     if not slots and state is None:
         return interface.run_per_group(run, merge)
     t = thread
-    if t.parted:
+    if t.diverged:
         for slot in slots:
             t.note(slot)
     before = [slot.get(t) for slot in slots]
@@ -230,7 +230,7 @@ def run_changing(owners: Any, run: Callable[[], Any], state: PythonSnapshot | No
         return merge([(w, result) for w, (result, _) in parts]), None
 
     result, _ = interface.run_per_group(run_and_read, join)
-    check(t.parted > 0)
+    check(t.diverged > 0)
     return result
 
 
@@ -246,7 +246,7 @@ def store_attr(value: Any, x: Any, name: str) -> None:
     if setter is not None or (hasattr(own, "__code__") and not hasattr(x, "_parameters")):
         thread.call(setter, x, value) if setter is not None else thread.call(own, x, name, value)
         return
-    if thread.parted:
+    if thread.diverged:
         thread.note(AttributeSlot(x, name))
     setattr(x, name, value)
 
@@ -255,7 +255,7 @@ def delete_attr(x: Any, name: str) -> None:
     if type(x) is Varying:
         x.each(lambda v: delete_attr(v, name))
         return
-    if thread.parted:
+    if thread.diverged:
         thread.note(AttributeSlot(x, name))
     delattr(x, name)
 
@@ -269,7 +269,7 @@ def update_in_place(name: str, a: Any, b: Any) -> Any:
         return run_per_set(
             (a, b), lambda: update_in_place(name, resolve_varying(a), resolve_varying(b))
         )
-    if thread.parted and not isinstance(a, interface.Tensor):
+    if thread.diverged and not isinstance(a, interface.Tensor):
         log_container(a)
     return getattr(operator, name)(a, b)
 

@@ -65,7 +65,7 @@ class ThreadState(threading.local):
     def __init__(self) -> None:
         self.top: Region | None = None  # the innermost region that is open
         self.entered: list[Any] = []  # the active sets that were entered and not yet left
-        self.parted = 0  # in how many regions lanes have diverged; if 0, writes are not logged
+        self.diverged = 0  # in how many regions lanes have diverged; if 0, writes are not logged
         self.mixed: dict[int, tuple[HeapSlot, Split]] = {}  # see `heap`
         self.loose = False  # True if a varying value was ever made
         self.report: Report | None = None
@@ -200,7 +200,7 @@ class Region:
         Objects without other references are left out: the log would keep them alive in a loop.
         """
         up = self.t.top = self.up
-        if self.heap and self.t.parted and up is not None:
+        if self.heap and self.t.diverged and up is not None:
             if up.heap is None:
                 up.heap = {}
             for key, noted in self.heap.items():
@@ -221,10 +221,10 @@ def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
         if t.loose:
             t.restrict_objects(interface.get_active_set())
         return run(parts[0][1])
-    region, depth, before = Region(t), len(t.entered), t.parted
+    region, depth, before = Region(t), len(t.entered), t.diverged
     results: Parts = []
     written = []
-    t.parted += 1
+    t.diverged += 1
     try:
         for n, (world, value) in enumerate(parts):
             if stack.late is not None:
@@ -242,7 +242,7 @@ def run_each_set(parts: Parts, run: Callable[[Any], Any]) -> Any:
         raise
     finally:
         t.leave_sets(depth)
-        t.parted = before
+        t.diverged = before
         close_down_to(t, region.up)
     return merge(results)
 
@@ -257,7 +257,7 @@ class ConvertedRun:
 
     def __enter__(self) -> None:
         t = self.t = thread
-        self.was = (t.top, len(t.entered), t.parted, t.loose, dict(t.mixed), t.loosened)
+        self.was = (t.top, len(t.entered), t.diverged, t.loose, dict(t.mixed), t.loosened)
         self.sources = t.copies.sources
         t.copies.sources = dict(self.sources)
         t.loosened, t.failed = {}, None
@@ -265,7 +265,7 @@ class ConvertedRun:
 
     def __exit__(self, kind: object, *_: object) -> None:
         t = self.t
-        top, depth, parted, loose, mixed, loosened = self.was
+        top, depth, diverged, loose, mixed, loosened = self.was
         left = [*t.loosened.values(), *(s for s, split in t.mixed.values() if s.key not in mixed)]
         t.loosened = {}
         t.copies.sources = self.sources  # this run's hold lists, which need not outlive it
@@ -277,7 +277,7 @@ class ConvertedRun:
             if kind is not None or not t.runs:
                 interface.take_written_families()  # the aliases to be updated are gone
             t.leave_sets(depth)
-            t.top, t.parted, t.loosened = top, parted, loosened
+            t.top, t.diverged, t.loosened = top, diverged, loosened
             if self.strict or kind is not None:
                 t.mixed.clear()
                 for slot, split in mixed.values():

@@ -252,7 +252,7 @@ def resolve_deep(value: Any, deep: int = 2) -> Any:
         if _is_tuple(kind):
             items = (resolve_deep(v, deep - 1) for v in value)
             return tuple(items) if kind is tuple else value._make(items)
-        if thread.parted:
+        if thread.diverged:
             thread.note(slot_of(value))
         if kind is list:
             value[:] = [resolve_deep(v, deep - 1) for v in value]

@@ -84,7 +84,7 @@ def concretize(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
 
 def restrict_if_stale(t: Tensor) -> Tensor:
     """Restrict a tensor that may be one of more examples."""
-    if not stack.parted:
+    if not stack.diverged:
         return t
     return restrict_to_running(t) if is_stale(t) else t
 

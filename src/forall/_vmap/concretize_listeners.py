@@ -98,10 +98,10 @@ def run_repeatably(run: Callable[[], Any]) -> Any:
     marks = [(listener, listener.take_snapshot()) for listener in stack.listening]
     try:
         return run()
-    except Diverged as parted:
+    except Diverged as diverged:
         for listener, mark in marks:
             listener.restore_snapshot(mark)
-            listener.split(parted.place, tuple(map(len, parted.groups)))
+            listener.split(diverged.place, tuple(map(len, diverged.groups)))
         raise
 
 

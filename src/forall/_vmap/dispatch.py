@@ -335,7 +335,7 @@ class Operations(VmapLevel):
 
     def _lift_restricted(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor from outside, for the examples that run."""
-        if not stack.parted or (is_in_backward() and not stack.again):
+        if not stack.diverged or (is_in_backward() and not stack.again):
             return lift(t, self)
         return restrict_tensor(lift(t, self.root))
 

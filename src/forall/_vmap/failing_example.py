@@ -106,8 +106,8 @@ def _diverge_on_errors(errors: list[Exception | None], levels: list) -> BaseExce
     codes = rewrap_examples(torch.tensor([known.index(k) for k in kinds]), levels)
     try:
         concretize(codes, RuntimeError)
-    except Diverged as parted:
-        return parted
+    except Diverged as diverged:
+        return diverged
     return None
 
 

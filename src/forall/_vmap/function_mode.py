@@ -110,7 +110,7 @@ class VmapFunctionMode(TorchFunctionMode):
         if odd and has_posed((*args, *kwargs.values()) if kwargs else args):
             return self._call_on_wrappers(func, args, kwargs or {})
         with subclass_functions_off():
-            if stack.parted and (stack.again or not is_in_backward()):
+            if stack.diverged and (stack.again or not is_in_backward()):
                 return self._call_restricted(func, args, kwargs or {})
             if stack.ever_parted and is_in_backward():
                 args = restrict_to_one_part(args)

@@ -64,7 +64,7 @@ def take_next_draw(
     ``level`` is the innermost in which the scope was entered.
     """
     served = scope.count
-    outer = level.parent if stack.parted else None
+    outer = level.parent if stack.diverged else None
     while outer is not None:
         if outer.root is not outer:  # its examples would need counts of their own here
             raise CannotMerge("random numbers for some of the examples of a vmap further out")

@@ -117,13 +117,13 @@ def test_the_report_names_lines_and_groups():
         TOY["together"](for_else, X)
     finally:
         runtime.thread.report = None
-    first = report.partings[0]
+    first = report.divergences[0]
     assert (first.construct, first.sizes) == ("if", (1, 5))
     assert linecache.getline(first.file, first.line).strip() == "if x > 2:"
 
 
 def state(thread):
-    return thread.top, thread.entered, thread.parted, thread.mixed, thread.loose, thread.runs
+    return thread.top, thread.entered, thread.diverged, thread.mixed, thread.loose, thread.runs
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, runtime.Unsplittable])

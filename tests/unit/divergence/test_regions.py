@@ -8,7 +8,7 @@ from forall._divergence.thread_state import Region, thread
 
 def test_a_list_that_nobody_has_any_more_is_forgotten():
     outer = Region(thread)
-    thread.parted += 1
+    thread.diverged += 1
     try:
         inner = Region(thread)
         known = [1]
@@ -17,5 +17,5 @@ def test_a_list_that_nobody_has_any_more_is_forgotten():
         inner.close()
         assert [*(outer.heap or {})] == [id(known)]
     finally:
-        thread.parted -= 1
+        thread.diverged -= 1
         outer.close()

@@ -347,7 +347,7 @@ def forget() -> None:
     """After an exception: as if nothing had run."""
     t = runtime.thread
     t.leave_sets(0)
-    t.top, t.parted = None, 0
+    t.top, t.diverged = None, 0
     t.mixed.clear()
 
 
@@ -380,7 +380,7 @@ def together(f, *columns, size=None):
         t = runtime.thread
         assert t.top is None
         assert not t.entered
-        assert t.parted == 0
+        assert t.diverged == 0
         found = [lane_of(result, lane) for lane in range(size)]
         t.mixed.clear()
         return found

@@ -72,7 +72,7 @@ def test_operators_promote_as_with_pythons_numbers(name, dtype, shape, parted):
     op = getattr(operator, name)
     for ns in (FLOATS, INTS, BOOLS):
         if name == "pow" and dtype is torch.bool and ns is BOOLS:
-            continue  # torch has it for Python's number alone, so the lanes part
+            continue  # torch has it for Python's number alone, so the lanes diverge
         for f in (lambda n: op(data(dtype, shape), n), lambda n: op(n, data(dtype, shape))):
             same_as_loop(f, ns, parted, near=name == "pow")
 

@@ -404,13 +404,13 @@ def test_an_error_in_one_side_leaves_everything_as_it_was():
         try:
             choose(x[0] > 0, inner, lambda: h.sum())
         except ValueError:
-            assert stack.parted == 0
+            assert stack.diverged == 0
             assert type(h) is not BatchedTensor or h.narrowed is None
             raise
         return h.sum()
 
     with pytest.raises(ValueError, match="here"):
         vmap(f)(XS)
-    assert stack.parted == 0
+    assert stack.diverged == 0
     assert stack.top is None
     assert not [r for r in view_copies.found or [] if r() is not None]

@@ -48,7 +48,7 @@ def test_function_of_stacks_in_a_row_runs_in_converted_code(op, monkeypatch):
 
     monkeypatch.setitem(HANDLERS, op, StackHandler(row.handle, run))
     f = in_branches(ROWS[op])
-    monkeypatch.setattr(config, "parting", "together")
+    monkeypatch.setattr(config, "strategy", "together")
     found = vmap(f)(XS)
     assert calls
     assert torch.equal(found, torch.stack([f(x) + 100 for x in XS]))

@@ -134,8 +134,8 @@ def warn_of_groups(call: MappedCall, why: Obstacle) -> None:
     if why.has_place:
         rows = [("at", f"{why.place.near()}   {why.place.text()}".rstrip()), *rows]
     warn_slow_path(
-        f"vmap({name_of(call.func)}): examples part in code that could not be converted, so they "
-        "ran in groups or one after another, not all at once.\n"
+        f"vmap({name_of(call.func)}): examples diverge in code that could not be converted, so "
+        "they ran in groups or one after another, not all at once.\n"
         f"{format_columns(rows)}\n"
         f"{_find_cure(why)} forall.explain tells how a call runs."
     )

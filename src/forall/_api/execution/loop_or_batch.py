@@ -298,7 +298,7 @@ class SettledCalls:
             return None
         if calls is not None and calls.may_replay() and not times.is_slow_to_replay():
             return None
-        if stack.top is not None or stack.listening or config.now.parting != "measured":
+        if stack.top is not None or stack.listening or config.now.strategy != "measured":
             return None
         if count_dispatch_modes() or count_function_modes() or is_running():
             return None
@@ -361,7 +361,7 @@ def describe_choice(code: CodeType | None, size: int) -> str:
     by_size = {} if code is None else _times.get(code, {})
     found = [t for key, t in by_size.items() if key[0] == size]
     looped, together = (found[-1].looped, found[-1].together) if found else (None, None)
-    if looped is None or together is None or config.now.parting != "measured":
+    if looped is None or together is None or config.now.strategy != "measured":
         return ""
     if together == inf:
         return f"as the loop, in {_format_seconds(looped)}; together takes much longer"
@@ -412,7 +412,7 @@ def run_cheaper(
 
     ``diverged_at`` is the line where its examples have diverged, if they have.
     """
-    if code is None or config.now.parting == "together":
+    if code is None or config.now.strategy == "together":
         return together(call)
     bindings = find_bindings(call.func)
     if bindings is None:
@@ -420,11 +420,11 @@ def run_cheaper(
     times = get_times(code, call)
     if diverged_at is not None and stack.listening and times.loops_again():
         for listener in stack.listening:
-            listener.give_up("its examples part, and take less time one after another")
+            listener.give_up("its examples diverge, and take less time one after another")
     if not python_loop.may_run_as_loop(call, bindings):
         return together(call)
-    if config.now.parting == "loop" or times.may_get_faster() or times.loops():
-        is_measured = config.now.parting == "measured"
+    if config.now.strategy == "loop" or times.may_get_faster() or times.loops():
+        is_measured = config.now.strategy == "measured"
         try:
             found = _run_as_loop(call, times, times.get_loop_limit() if is_measured else inf)
         except python_loop.TooLongError as late:
@@ -472,12 +472,12 @@ def _warn_of_loop(call: MappedCall, diverged_at: SourceLine) -> None:
     at = [("at", f"{diverged_at.near()}   {text}".rstrip())] if text else []
     rows = [("examples", f"{call.arguments.size}"), *at]
     warn_slow_path(
-        f"vmap({name_of(call.func)}): examples part, and take less time one after another than "
+        f"vmap({name_of(call.func)}): examples diverge, and take less time one after another than "
         "together, so such calls run as the plain loop.\n"
         f"{format_columns(rows)}\n"
         "To run them together is faster without Python's numbers, strings and lists of them: "
         "torch.where, forall.cond, forall.while_loop, an operator in their place. "
-        "forall.explain tells where they part."
+        "forall.explain tells where they diverge."
     )
 
 

@@ -272,21 +272,21 @@ class Rollback:
         self.noting.__exit__(None, None, None)
         level = self.level
         log = level.state.mutation_log
-        parted, why = level.state.divergence or (None, None)
+        diverged, why = level.state.divergence or (None, None)
         options = self.call.options
         if (
-            parted is None
+            diverged is None
             and error is not None
             and options.must_rerun is not None
             and options.must_rerun(options, level, error)
         ):
-            parted, why = [[*range(level.size)]], error
-        if parted is None and needs_plain_numbers(error):
-            parted, why = [[n] for n in range(level.size)], error
-        if parted is not None and self.state is not None:
+            diverged, why = [[*range(level.size)]], error
+        if diverged is None and needs_plain_numbers(error):
+            diverged, why = [[n] for n in range(level.size)], error
+        if diverged is not None and self.state is not None:
             # Even if the signal did not arrive: a bare `except:` of the user's may have caught it.
             self._undo(self.state)
-            raise DivergedGroups(parted, why) from None
+            raise DivergedGroups(diverged, why) from None
         if (
             error is not None
             and self.state is not None

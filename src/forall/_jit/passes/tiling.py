@@ -402,27 +402,27 @@ def _write_to_place(node: OpNode) -> OpNode:
 
 
 class TiledSubgraph:
-    """Operators that run on blocks of the first ``parted`` values, and on the others whole.
+    """Operators that run on blocks of the first ``cut_count`` values, and on the others whole.
 
     They write to the blocks of the first ``placed`` results by themselves.
     """
 
     def __init__(
-        self, run: Callable, cut: _Tiling, parted: int, layouts: list[Layout], placed: int
+        self, run: Callable, cut: _Tiling, cut_count: int, layouts: list[Layout], placed: int
     ) -> None:
-        self.run, self.cut, self.parted, self.layouts = run, cut, parted, layouts
+        self.run, self.cut, self.cut_count, self.layouts = run, cut, cut_count, layouts
         self.placed = placed
 
     def __str__(self) -> str:
         return f"in blocks of {self.cut.size}"
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
-        cut, whole = self.cut, given[self.parted :]
+        cut, whole = self.cut, given[self.cut_count :]
         outs = [
             torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in self.layouts
         ]
         places = zip(*map(cut.split_result, outs), strict=True)
-        blocks = zip(*map(cut, given[: self.parted]), strict=True)
+        blocks = zip(*map(cut, given[: self.cut_count]), strict=True)
         for block, there in zip(blocks, places, strict=True):
             made_here = self.run(*block, *whole, *there[: self.placed])
             for made, place in zip(made_here, there[self.placed :], strict=True):

@@ -160,7 +160,7 @@ def _iter_roots() -> Iterator[Any]:
 def get_active_set() -> ActiveSet:
     """The active set of this thread."""
     level: Any = top()
-    if not stack.parted:
+    if not stack.diverged:
         return ActiveSet({})
     if level is not None and level.parent is None:
         return ActiveSet.from_level(level)
@@ -211,7 +211,7 @@ def _make_active_sets(yes: Any, no: Any) -> tuple[ActiveSet, ActiveSet]:
 
 def _evaluate_any(test: Any) -> bool | tuple[ActiveSet, ActiveSet] | None:
     """Evaluate a test of any tensor; None where the tensor itself has to answer, or to raise."""
-    if stack.parted and is_stale(test):
+    if stack.diverged and is_stale(test):
         test = restrict_to_running(test)
     if test.dtype is not torch.bool:
         test = test.detach() != 0

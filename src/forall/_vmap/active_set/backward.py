@@ -91,7 +91,7 @@ def _find_target_level(func: Any, args: tuple, values: list) -> Any:
             return None
     if func in _BOTH and args[0].level is not target and not covers_examples(target, args[0].level):
         raise NotImplementedError(
-            f"vmap: {func} adds to a gradient of examples that have parted a product of some of "
+            f"vmap: {func} adds to a gradient of examples that have diverged a product of some of "
             "them.\nWrite it as a product and a sum."
         )
     return target

@@ -37,19 +37,19 @@ def run_per_group(
             with run_active_set(world):
                 done.append((world, run_repeatably(call)))
         except (Exception, Diverged) as error:
-            parted = _find_divergence()
-            if parted is None or (known is not None and parted[1] is known[1]):
+            diverged = _find_divergence()
+            if diverged is None or (known is not None and diverged[1] is known[1]):
                 if isinstance(error, Exception) and (done or todo):
                     # some examples fail and may catch it, others do not
                     raise CannotMerge(
                         "code that is not converted fails for some examples alone"
                     ) from None
                 raise
-            root, (groups, _) = parted
+            root, (groups, _) = diverged
             root.state.divergence = None
             if any(a is not b for a, b in zip(_take_side_effects(), before, strict=True)):
                 raise CannotMerge(
-                    "code that is not converted wrote, or drew, before its examples parted"
+                    "code that is not converted wrote, or drew, before its examples diverged"
                 ) from None
             todo = _split_active_set(world, root, groups) + todo
     return done[0][1] if len(done) == 1 else join(done)

@@ -117,7 +117,7 @@ def restrict_args(func: Any, args: tuple, kwargs: dict) -> RestrictedArgs:
         return RestrictedArgs(args, kwargs, stands)
     if func in _SET_DATA and is_stale(args[0]):
         raise NotImplementedError(
-            "vmap: x.data = .. where examples have parted, of an x from before.\n"
+            "vmap: x.data = .. where examples have diverged, of an x from before.\n"
             "Use x.copy_(..) under torch.no_grad()."
         )
     # A pointwise call makes no view either: nobody can write into its operands.

@@ -203,7 +203,7 @@ class GhostNormMode(DispatchMode):
             return func(*args, **kwargs)
         with functions_off():
             made = self._propagate(func, args, kwargs) if LazyGrad in types else None
-            if made is None and make is not None and not kwargs and not stack.parted:
+            if made is None and make is not None and not kwargs and not stack.diverged:
                 made = self._factor(make, func, args)
             return func(*args, **kwargs) if made is None else made
 

@@ -92,7 +92,7 @@ def _add_up_examples(level: VmapLevel, func: Any, g: Any, number: int) -> Tensor
 
 def _has_all_examples(level: VmapLevel, operands: list) -> bool:
     """True if all examples of the level take part, and it has no sub-levels."""
-    if stack.parted or level.root is not level or vars(level).get("sub_levels"):  # has sub-levels
+    if stack.diverged or level.root is not level or vars(level).get("sub_levels"):  # has sub-levels
         return False
     return not any(isinstance(a, Wrapper) and _has_sub_levels(a) for a in operands)
 
