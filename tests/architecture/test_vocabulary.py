@@ -10,12 +10,14 @@ import pytest
 import counts
 
 # Public functions that are named by a participle alone.
-PUBLIC = {"_api.stacked:stacked", "_api.torch_func_patch:installed"} | {
-    f"_api.explained_call:ExplainedCall.{name}" for name in ("converted", "refused", "again")
-}
+PUBLIC = {
+    "_api.stacked:stacked",
+    "_api.torch_func_patch:installed",
+    "_core.config:Config.parting",  # its earlier name
+} | {f"_api.explained_call:ExplainedCall.{name}" for name in ("converted", "refused", "again")}
 
-# What users see: a field of `forall.config`, and the entries of a report of `explain`.
-FIELDS = {"parting", "partings"}  # earlier names of them
+# Earlier names of what users see: a field of `forall.config`, and one of a report of `explain`.
+FIELDS = {"parting", "partings"}
 
 # Words that a reader would have to learn, and the terms to use instead.
 TERMS = {

@@ -40,17 +40,18 @@ from forall._core.python_state import (
     module_name_of,
     names_of,
 )
-from forall._core.raw_containers import RawContainer, view_raw_container
 from forall._core.reachable import (
     DICT_VIEWS,
     FUNCTION_ATTRIBUTES,
     WRAPPERS,
+    RawContainer,
     Visitors,
     Walk,
     is_ndarray,
     list_inner_callables,
     list_parts,
     list_slots,
+    view_raw_container,
 )
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ NOTE [one walk over what a function reaches]
 
     - attributes, which can be rebound by name: of functions, cells, objects with slots
     - entries: of a namespace (`__dict__`, a module's globals), by name
-    - contents of a container or a buffer
+    - contents of a container or a buffer; of a container of a user's class, those that its builtin
+      base has, since an override may have side effects
     - parts, of which an immutable object was made: the function of a bound method
 
     A `Walk` visits each object once, those nearest to its roots first, so that a limit cuts off
@@ -20,7 +21,7 @@ import array
 import functools
 import gc
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from contextlib import _GeneratorContextManager
 from itertools import islice
 from operator import itemgetter
@@ -28,6 +29,7 @@ from types import (
     BuiltinFunctionType,
     FrameType,
     FunctionType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     MethodWrapperType,
@@ -54,6 +56,8 @@ _MOST_CLASSES = 10_000
 _MOST_HIDING = 10_000  # objects of results that are looked at
 FUNCTION_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+_DICTS = (OrderedDict, defaultdict, dict)
+_IN_C = frozenset({*_DICTS, MappingProxyType, list, tuple, deque, bytearray, set, frozenset})
 _CALLED = (FunctionType, MethodType, functools.partial)
 DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 WRAPPERS = (
@@ -231,3 +235,60 @@ def is_ndarray(value: Any) -> bool:
 
 def is_buffer(value: Any) -> bool:
     return isinstance(value, (bytearray, memoryview, array.array)) or is_ndarray(value)
+
+
+def view_raw_container(value: Any) -> Any:
+    """Return a view of a container without overrides: itself if its class is a builtin one."""
+    return value if type(value) in _IN_C else RawContainer(value)
+
+
+class RawContainer:
+    """A container of a user's class, read and written by the methods of its builtin base.
+
+    An override may have side effects when a container is only inspected: it may count, load, or
+    raise (a tuple whose length is an error).
+    """
+
+    __slots__ = ("kind", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.kind: Any = next(kind for kind in type(value).__mro__ if kind in _IN_C)
+
+    def __len__(self) -> int:
+        return self.kind.__len__(self.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.kind.__iter__(self.value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.kind.__getitem__(self.value, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.kind.__setitem__(self.value, key, value)
+
+    def values(self) -> Iterable[Any]:
+        return self.kind.values(self.value)
+
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return self.kind.items(self.value)
+
+    def clear(self) -> None:
+        self.kind.clear(self.value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        self.kind.extend(self.value, values)
+
+    def update(self, values: Any) -> None:
+        self.kind.update(self.value, values)
+
+    def copy(self) -> Any:
+        """Return a builtin container with the same contents."""
+        if self.kind in _DICTS:
+            return dict(zip(self, self.values(), strict=True))
+        return self.kind(self)
+
+    def replace_contents(self, copy: Any) -> None:
+        """Replace the contents by those of ``copy``."""
+        self.clear()
+        (self.extend if hasattr(self.kind, "extend") else self.update)(copy)

@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from typing import Any
 
-from forall._core.raw_containers import view_raw_container
+from forall._core.reachable import view_raw_container
 from forall._divergence.join import (
     UNDEFINED,
     Parts,

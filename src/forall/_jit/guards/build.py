@@ -51,7 +51,6 @@ from forall._core.python_state import (
     is_not_users,
     is_ours,
 )
-from forall._core.raw_containers import view_raw_container
 from forall._core.reachable import (
     FUNCTION_ATTRIBUTES,
     WRAPPERS,
@@ -61,6 +60,7 @@ from forall._core.reachable import (
     is_ndarray,
     list_parts,
     list_slots,
+    view_raw_container,
 )
 from forall._jit.deadline import (
     NO_DEADLINE,

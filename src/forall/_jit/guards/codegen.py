@@ -19,7 +19,7 @@ from forall._compat.native_guards import (
 )
 from forall._compat.storage import has_memory
 from forall._core.python_state import UNSET, WeakBox
-from forall._core.raw_containers import view_raw_container
+from forall._core.reachable import view_raw_container
 from forall._jit.guards.identity import EXACT_CLASSES
 from forall._jit.guards.leaves import HEAP_TYPE_FLAG, ask_safely, read_buffer
 

@@ -10,7 +10,7 @@ from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from forall._core.python_state import UNSET, WeakBox
-from forall._core.raw_containers import RawContainer
+from forall._core.reachable import RawContainer
 from forall._jit.guards.codegen import are_all_same
 from forall._jit.guards.leaves import read_buffer
 
