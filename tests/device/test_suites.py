@@ -14,7 +14,7 @@ SAMPLES = {
     "limits": (["functions", "autograd_inside", "in_place"], 100),
     "divergence": (["values", "nested", "calls_of_groups"], 50),
     "control": (["matrix", "operators"], 24),
-    "replay": (["given_anew", "modules", "linearize"], 24),
+    "replay": (["fresh_functions_of_tensors", "modules", "linearize"], 24),
     "jit": (["adversarial", "derivatives_outside"], 20),
 }
 

@@ -1,4 +1,4 @@
-"""State that a function reaches, which is changed later; `test_what_guards_see.py` says how.
+"""State that a function reaches, which is changed later; `test_guards_notice_changes.py` says how.
 
 A block has a name, the source of a module (``f: y`` is a function f of x that returns y), what is
 run between two calls (>), and what is run in the end (?). The name begins with "-" where nothing

@@ -13,7 +13,7 @@ from torch import nn
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from forall._auto_replay import fresh_closures
-from replay.test_made_anew import plainly
+from replay.test_fresh_functions import plainly
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64

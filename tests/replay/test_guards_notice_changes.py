@@ -20,7 +20,7 @@ from forall._compat import native_guards
 from forall._jit.guards import codegen
 from oracle import same
 from replay import reached_state
-from replay.test_seen_to_run import NEVER, module, outcome
+from replay.test_watched_calls import NEVER, module, outcome
 
 pytestmark = pytest.mark.usefixtures("at_once")
 

@@ -183,7 +183,7 @@ def test_a_module_that_is_mapped_itself(untimed):
 
 def test_the_reason_does_not_depend_on_hashes():
     program = """
-from test_reasons import REASONS
+from test_reasons_against_replay import REASONS
 from forall._auto_replay.purity import find_impurity
 from forall._jit.guards.build import Guards
 for func in REASONS:

@@ -16,7 +16,7 @@ import forall
 from draws import make_generator
 from forall import explain, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from forall._auto_replay import fresh_closures
-from replay.test_made_anew import agree, network, plainly
+from replay.test_fresh_functions import agree, network, plainly
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
