@@ -236,6 +236,28 @@ def test_what_a_failed_call_has_written_is_as_it_was():
         torch.testing.assert_close(rows, ROWS, rtol=0, atol=0)
 
 
+WRITES_BY_ARGUMENTS = {
+    "keywords in a dict": lambda t: torch.mul(t, 2.0, **{"out": t}),  # noqa: PIE804
+    "in place by position": lambda t: functional.elu(t, 1.0, True),
+    "in place by a tuple": lambda t: functional.threshold(*(t, 0.0, 1.0, True)),
+    "in place by a map": lambda t: [*map(functional.leaky_relu, [t], [0.1], [True])],
+}
+
+
+@pytest.mark.parametrize("case", WRITES_BY_ARGUMENTS)
+def test_what_a_refused_write_of_a_function_of_torchs_has_changed_is_as_it_was(case):
+    write, captured = WRITES_BY_ARGUMENTS[case], torch.tensor([1.0, -2.0])
+
+    def f(x):
+        write(captured)
+        return captured.sum() if x > 0 else x
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="from before the call"):
+            vmap(f)(XS)
+        assert captured.tolist() == [1.0, -2.0]
+
+
 def test_what_an_example_writes_into_its_row_stays():
     def f(x):
         if x[0] > 0:
@@ -431,6 +453,14 @@ def out(x):
         lambda x: operator.iadd(x, 1),
         lambda x: functional.batch_norm(x, None, None, training=True),
         lambda x: torch.sin(x, out=x),
+        lambda x: torch.sin(x, **{"out": x}),  # noqa: PIE804
+        lambda x: torch.sin(x, **SCALES),
+        lambda x: functional.relu(x, True),
+        lambda x: functional.relu(*(x, True)),
+        lambda x: functional.elu(functional.relu(x), 1.0, True),
+        lambda x: functional.threshold(functional.relu(x), 0.0, 1.0, True),
+        lambda x: list(map(functional.relu, [x], [True])),
+        lambda x: functional.embedding(x, SHIFT, None, 1.0),
         lambda x: torch.Generator(HERE).manual_seed(0),
         lambda x: x.new(1),
         lambda x: x.numpy(),

@@ -15,6 +15,8 @@ import functools
 import math
 import operator
 import sys
+from inspect import signature
+from math import inf
 from operator import is_not
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +39,7 @@ from forall._core.python_state import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from dis import Instruction
 
     from forall._api.execution.transform_decorator import Transform
 
@@ -239,7 +242,7 @@ def find_pure_bindings(func: Any) -> Bindings | None:
 class _CodeNames(NamedTuple):
     """The names that code reads, with the attributes that follow, and what the code may change."""
 
-    ways: tuple[tuple[str, tuple[str, ...]], ...]
+    ways: dict[tuple[str, tuple[str, ...]], float]  # with the most arguments that it is called with
     changes: bool  # containers or tensors
     writes: bool  # tensors, by a statement
 
@@ -248,17 +251,22 @@ class _CodeNames(NamedTuple):
 def _read_code(code: CodeType) -> _CodeNames | None:
     """Read one code object, without those inside it; None if the code may rebind a name."""
     ways: list[tuple[str, tuple[str, ...]]] = []
+    read_at: list[Instruction] = []  # the last instruction of each
     changes = writes = is_open = False
     is_expression = code.co_name == "<genexpr>"
     for i in instructions_of(code):
         if i.opname in _REBINDING and not (i.opname == "YIELD_VALUE" and is_expression):
             return None
+        if i.opname == "DICT_MERGE":  # `f(**keywords)`, whose names are not known
+            return None
         if i.opname in _LOADING:
             ways.append((i.argval, ()))
+            read_at.append(i)
             is_open = True
         elif i.opname in _ATTRIBUTE and is_open:
             name, attributes = ways.pop()
             ways.append((name, (*attributes, i.argval)))
+            read_at[-1] = i
         elif i.opname in _ATTRIBUTE:
             if i.argval not in _ATTRIBUTES:
                 return None
@@ -269,7 +277,42 @@ def _read_code(code: CodeType) -> _CodeNames | None:
     for constant in code.co_consts:
         if type(constant) is tuple and not _KEYWORDS.isdisjoint(map(str, constant)):
             return None
-    return _CodeNames((*dict.fromkeys(ways),), changes or writes, writes)
+    counts: dict[tuple[str, tuple[str, ...]], float] = {}
+    for way, read in zip(ways, read_at, strict=True):
+        counts[way] = max(counts.get(way, 0), _count_arguments(code, read))
+    return _CodeNames(counts, changes or writes, writes)
+
+
+def _count_arguments(code: CodeType, read: Instruction) -> float:
+    """Return how many arguments a function is called with where an instruction has read it.
+
+    It is inf where the function is not called at once, or with ``*args``. A call begins where its
+    function does, and the innermost of several that begin there ends first.
+    """
+    begin = read.positions
+    if begin is None or begin.end_lineno is None:
+        return inf
+    calls = [
+        (i.positions.end_lineno, i.positions.end_col_offset, i.opname, i.arg)
+        for i in instructions_of(code)
+        if i.opname.startswith("CALL")
+        and i.positions is not None
+        and i.positions[0::2] == begin[0::2]
+        and i.positions[1::2] > begin[1::2]
+    ]
+    _, _, name, count = min(calls, default=(0, 0, "", None))
+    return inf if count is None or name == "CALL_FUNCTION_EX" else count
+
+
+def _is_known_function(value: Any) -> bool:
+    return type(value) is FunctionType and pure_functions.is_known_function(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _count_harmless(func: FunctionType) -> float:
+    """Return how many arguments a function of torch's takes before one that writes or draws."""
+    names = signature(func).parameters
+    return next((n for n, name in enumerate(names) if name in _KEYWORDS), inf)
 
 
 class _PurityReader:
@@ -319,8 +362,10 @@ class _PurityReader:
             raise _DoubtError
         self.changes |= read.changes
         self.writes |= read.writes
-        for name, attributes in read.ways:
-            self._way(name, attributes, code, home, captured)
+        for (name, attributes), count in read.ways.items():
+            value = self._way(name, attributes, code, home, captured)
+            if _is_known_function(value) and count > _count_harmless(value):
+                raise _DoubtError
         own = {*code.co_varnames, *code.co_cellvars}
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
@@ -334,11 +379,14 @@ class _PurityReader:
         code: CodeType,
         home: dict[str, Any],
         captured: dict[str, Any],
-    ) -> None:
-        """Look at the value of a name, and of the attributes that follow the name of a module."""
+    ) -> Any:
+        """Look at the value of a name, and of the attributes that follow the name of a module.
+
+        Return the value that a call begins with, as far as it is known.
+        """
         if name in code.co_cellvars or (name in code.co_freevars and name not in captured):
             self._attributes(attributes)  # a variable of an enclosing function, read as well
-            return
+            return UNSET
         value = captured[name] if name in code.co_freevars else home.get(name, UNSET)
         if name not in code.co_freevars:
             self.names.append((home, name, value))
@@ -347,6 +395,8 @@ class _PurityReader:
             if name not in _BUILTINS or home.get("__builtins__") not in (known, builtins):
                 raise _DoubtError
             self.names.append((known, name, known[name]))
+        elif _is_known_function(value):
+            self._librarys(value, value.__name__)
         elif not isinstance(value, ModuleType):
             self.value(value)
         while attributes and isinstance(value, ModuleType):
@@ -360,6 +410,7 @@ class _PurityReader:
                 raise _DoubtError
             value, attributes = held[attributes[0]], attributes[1:]
         self._attributes(attributes)
+        return UNSET if attributes else value
 
     def _attributes(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -412,10 +463,12 @@ class _PurityReader:
         elif kind is FunctionType:
             if value.__name__ in _TRANSFORMS and is_ours(value):
                 return
-            if pure_functions.is_known_function(value):
-                self._librarys(value, value.__name__)
-            else:
+            if not pure_functions.is_known_function(value):
                 self.function(value)
+            elif _count_harmless(value) < inf:  # its arguments are not known here
+                raise _DoubtError
+            else:
+                self._librarys(value, value.__name__)
         elif kind is BuiltinFunctionType:
             self._builtin(value)
         elif not (_is_number(value) or id(value) in _CLASSES):
