@@ -52,6 +52,33 @@ def test_one_that_writes_too(add_to):
         check_vmap(f, (X,))
 
 
+@pytest.fixture
+def in_memory_order():
+    """An operator that takes the entries of its operands as they lie in memory."""
+
+    @torch.library.custom_op("forall_tests::in_memory_order", mutates_args=("y",))
+    def in_memory_order(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = x.as_strided((x.numel(),), (1,))
+        y += first.cumsum(0).view(y.shape)
+        return first.clone()
+
+    return in_memory_order
+
+
+@pytest.mark.filterwarnings("ignore:.*in_memory_order:forall.PerformanceWarning")
+@pytest.mark.parametrize("in_dims", [-1, (-1, 0), (0, -1)])
+def test_a_kernel_is_given_the_layout_of_the_loop(in_memory_order, in_dims):
+    x, y = torch.rand(3, 3, 3), torch.rand(3, 3, 3)
+
+    def f(x, y):
+        made, written = x * 2, y + 1
+        rows = written[:1], made.mT
+        return in_memory_order(made, written), written, rows, in_memory_order(made.mT, written * x)
+
+    check_vmap(f, (x, y), in_dims)
+    check_vmap(vmap(f, in_dims), (torch.stack([x, x + 1], -1), torch.stack([y, y - 1], -1)), -1)
+
+
 def test_the_warning_names_the_users_line_once_per_operator(twice):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -272,7 +272,15 @@ def loop_and_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def call_per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
-    """The results of an operator for one example after another, or for a blank one."""
+    """The results of an operator for one example after another, or for a blank one.
+
+    Kernels may refuse or, silently, ignore strides. So what the function has made is laid out as in
+    the loop, where an example has no gaps for the others.
+    """
+    for a in (*args, *kwargs.values()):
+        for b in a if isinstance(a, (list, tuple)) else (a,):
+            if is_mapped(b, level):
+                b.lay_out_alone()
     writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # into rows of a stack
 
     def pick(a: Any, i: int) -> Any:
