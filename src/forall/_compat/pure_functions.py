@@ -166,10 +166,11 @@ _COMPOSITE = (
     *CAST_KEYS,
 )
 
-# torch's functions of tensors, and those outside these modules.
+# Modules of functions of tensors.
 _HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
 _UNFIT = ("__", "set_", "_cufft_set", "from_file")
-_MORE = (
+# Functions that are trusted one by one, of torch and of any other module.
+_SINGLE_FUNCTIONS = (
     functions_pass,
     checkpoint,
     torch.autograd.grad,
@@ -228,7 +229,8 @@ _MORE = (
     collections.deque,
 )
 _FOUND = [getattr(home, n) for home in _HOMES for n in dir(home) if not n.startswith(_UNFIT)]
-_FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of them is ever freed
+# By identity, since none of them is ever freed.
+_FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_SINGLE_FUNCTIONS]))
 _QUESTIONS = frozenset(map(id, QUESTIONS))
 
 
@@ -291,7 +293,7 @@ def _is_onnx_query(value: Any) -> bool:
 
 
 def is_known_function(value: Any) -> bool:
-    """Return True for a function of torch's that is known to be pure by its identity."""
+    """Return True for a function that is known to be pure by its identity; most are torch's."""
     return id(value) in _FUNCTIONS or _is_onnx_query(value)
 
 

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 HANDLERS: dict[Any, Handler] = {}
 WAYS: dict[Any, str] = {}
-# Operators that need care even where no argument differs between the examples.
+# Handlers of operators where no argument differs between the examples. One replaces the whole
+# call: it lowers the operands and wraps the results itself, and each overload needs its own.
 SHARED: dict[Any, Handler] = {}
 # Makers of the update of a tensor from before the call, for in-place operators that add up
 # (`mutation_log`).
 UPDATES: dict[Any, Callable] = {}
-# Operators that tell the ledger themselves what they read of older tensors.
+# Operators that tell the mutation log themselves what they read of older tensors.
 BLIND: set[Any] = set()
 
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 _MOST = 1000  # values that are inspected
 _MOST_COPIED = 1 << 20  # entries of a tensor
-# For the choice of a plain loop. Replay has a list of its own, in `pure_functions`: it also asks
-# that the result depends on the arguments alone.
+# For the choice of a plain loop, beside the functions that `pure_functions` trusts. Those are for
+# replay too, which also asks that the result depends on the arguments alone.
 _NAMES_OF_BUILTINS = """
     abs all any ascii bin bool bytes chr complex dict divmod enumerate filter float format frozenset
     hash hex int isinstance iter len list map max min next oct ord pow range repr reversed round set
@@ -103,7 +103,7 @@ _NAMES_OF_LAYERS = """
 _PARTS_OF_TRAINING = "Dropout BatchNorm InstanceNorm"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Keywords of torch's functions that write, draw, or keep something.
-_NAMES_OF_KEYWORDS = """
+_NAMES_OF_KEYWORDS_WITH_EFFECTS = """
     out inplace generator dropout_p training running_mean running_var max_norm randomness report
     mesh
 """
@@ -122,7 +122,7 @@ _CHANGING = frozenset(_NAMES_OF_CHANGING.split())
 _DRAWING = (*_PARTS_OF_DRAWING.split(),)
 _MORE = (*_BEGINNINGS.split(),)
 _KEEPING = ("batch_norm", "instance_norm", "moving_avg")  # they keep statistics
-_KEYWORDS = frozenset(_NAMES_OF_KEYWORDS.split())
+_KEYWORDS = frozenset(_NAMES_OF_KEYWORDS_WITH_EFFECTS.split())
 _TRANSFORMS = frozenset(_NAMES_OF_TRANSFORMS.split())
 _DRAWING_OPTIONS = ("different", "same", TENSOR_OPTION)  # of a transform, in its key
 _LAYERS = frozenset(_NAMES_OF_LAYERS.split())
