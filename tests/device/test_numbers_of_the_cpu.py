@@ -60,6 +60,35 @@ def test_mapped_numbers(name, replay, monkeypatch):
         torch.testing.assert_close(found, wanted)
 
 
+OF_NUMBERS_ALONE = {
+    "mul": lambda x: torch.mul(x.item(), 2),
+    "add": lambda x: torch.add(x.item(), x.item()),
+    "sub": lambda x: torch.sub(3, x.item()),
+    "div": lambda x: torch.div(3, x.item()),
+    "floor_divide": lambda x: torch.floor_divide(3, x.item()),
+    "tensor": lambda x: torch.tensor(x.item()),
+    "into a tensor of the device": lambda x: torch.mul(x.item(), 2, out=torch.empty((), device=D)),
+    "beside a tensor of the device": lambda x: torch.mul(x.item(), 2) * x,
+    "chosen by a tensor of the device": lambda x: torch.where(x > 2, x.item(), 2.0),
+}
+
+
+@pytest.mark.parametrize("default_device", [None, D])
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("name", OF_NUMBERS_ALONE)
+def test_numbers_alone_make_a_tensor_of_the_loops_device(name, replay, default_device, monkeypatch):
+    monkeypatch.setattr(config, "replay", replay)
+    monkeypatch.setattr(config, "patience", 0)
+    torch.set_default_device(default_device)
+    f, xs = OF_NUMBERS_ALONE[name], NUMBERS.to(D)
+    wanted = torch.stack([f(x) for x in xs])
+    mapped = vmap(f)
+    for _ in range(5):
+        found = mapped(xs)
+        assert found.device == wanted.device
+        torch.testing.assert_close(found, wanted)
+
+
 PLACED = {
     "narrow": lambda x, i: x.narrow(0, i, 2),
     "narrow at a Python number": lambda x, i: x.narrow(0, int(i), 2),

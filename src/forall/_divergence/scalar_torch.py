@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Tensor = torch.Tensor
+_CPU = torch.device("cpu")
 
 
 def call_with_numbers(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -173,8 +174,8 @@ def _convert_promoting(func: Any, args: tuple, kwargs: dict) -> Any:
     if numbers[0] == places[0] and device is not None and device.type == "cpu":
         as_it_is = False
     target = torch.float32 if as_it_is else dtype
-    for p in numbers:
-        given[p] = cast_number(given[p], target, device)
+    for p in numbers:  # of numbers alone, torch makes a tensor of the CPU
+        given[p] = cast_number(given[p], target, _CPU if device is None else device)
         if given[p] is None:
             return NotImplemented
     if name in _CLAMPS:
