@@ -292,9 +292,12 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   bool has_generator = false;
   auto to_cpu = [&](const at::Tensor& t, bool writes) -> at::Tensor {
     if (!is_fake(t)) return t;
-    args.push_back({t, alias_on_cpu(t)});
-    if (writes) written.push_back(args.size() - 1);
-    return args.back().cpu;
+    // What is given twice is one tensor for the kernel too: `out` that is read as well is not resized.
+    size_t i = 0;
+    while (i < args.size() && !args[i].fake.is_same(t)) ++i;
+    if (i == args.size()) args.push_back({t, alias_on_cpu(t)});
+    if (writes) written.push_back(i);
+    return args[i].cpu;
   };
   std::optional<c10::Device> asked;
   for (size_t i = 0; i < formal.size(); ++i) {

@@ -147,6 +147,13 @@ def test_results_may_take_another_shape():
     assert out.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("name", ["add_", "logical_and_", "atan2_"])
+def test_a_written_argument_that_is_read_keeps_its_shape(name):
+    x = torch.ones((), device=D)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        getattr(x, name)(torch.ones(2, 3, device=D))
+
+
 def test_views_share_memory():
     x = torch.arange(6.0, device=D)
     x.view(2, 3)[1].mul_(10)
