@@ -11,6 +11,7 @@ import torch
 
 from divergence.programs import compiled
 from divergence.test_random_programs import obstacles
+from draws import make_generator
 from forall import config, vmap
 from forall._divergence import scalar_calls
 from oracle import difference, loop
@@ -198,8 +199,7 @@ TOGETHER = [_of_several_lengths, _until_a_break, _two_at_once, _game, _beams]
 @pytest.mark.parametrize("seed", range(3))
 def test_lists_of_several_lengths_are_gone_through_in_one_run(f, seed, monkeypatch):
     monkeypatch.setattr(config, "strategy", "together")
-    generator = torch.Generator().manual_seed(seed)
-    xs = 3 * torch.rand(9, generator=generator, dtype=torch.float64) - 1
+    xs = 3 * torch.rand(9, generator=make_generator(seed), dtype=torch.float64) - 1
     with obstacles() as met:
         assert difference(vmap(f)(xs), loop(f)(xs)) is None
     assert met == []

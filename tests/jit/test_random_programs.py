@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import forall
-from draws import make_generator
+from draws import get_default_generator, make_generator
 from forall import PerformanceWarning, grad, jacfwd, jit, jvp, vmap
 from forall._api.execution.transform_decorator import describe_replay, replay_transform
 from forall._auto_replay.replayed_calls import Calls, get_transform_calls
@@ -286,7 +286,7 @@ class Side:
         change(self.captured, n, i)
         own = self.captured.tensors()
         x, v = arguments(self.program, kind, own, i)
-        torch.default_generator.manual_seed(i)  # that of all devices keeps each call
+        get_default_generator().manual_seed(i)  # that of all devices keeps each call
         with mode(kind.mode):
             found = pytree.get_leaves(self.f(x, v, 1 + kind.size % 3))
         seen = [x, v, *own]
@@ -304,7 +304,7 @@ class Side:
                 )
             ]
         results, left = told[: len(found)], told[len(found) :]
-        return results, [*left, str(facts), torch.get_rng_state()], pulled
+        return results, [*left, str(facts), get_default_generator().get_state()], pulled
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def squares(w: torch.Tensor) -> torch.Tensor:
     return 3 * w**2
 
 
-ONES = torch.ones(2)
+ONES, EYE = torch.ones(2), torch.eye(2)
 WAYS: dict[str, Callable[[Any], Any]] = {
     "grad": grad(cubes),
     "hessian": lambda w: hessian(cubes)(w) @ ONES,
@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "jvp": lambda w: jvp(squares, (w,), (ONES,))[1],
     "vjp": lambda w: vjp(squares, w)[1](ONES)[0],
     "linearize": lambda w: linearize(squares, w)[1](ONES),
-    "vmap": lambda w: vmap(lambda e: w * e)(torch.eye(2)).sum(0),
+    "vmap": lambda w: vmap(lambda e: w * e)(EYE).sum(0),
     "a linear solve": lambda w: torch.linalg.solve(hessian(cubes)(w), ONES),
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import forall
+from draws import HERE
 from forall import explain, grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
 from forall._core import looped_operators
 from oracle import same
@@ -75,7 +76,8 @@ def test_a_transform_is_explained_with_its_result(name, at_once):
     assert (e.examples, e.divergences, e.groups) == (0, (), ())
     assert e.ways == (REPLAYED,)
     assert e.replay.endswith("calls so far")
-    assert f"{name}(scalar)(float32{[*x.shape]}): " in e.program
+    under = "" if HERE.type == "cpu" else f"; under default device {HERE.type}"
+    assert f"{name}(scalar)(float32{[*x.shape]}{under}): " in e.program
     assert str(e).startswith(f"{name}(scalar)\n\nhow it ran\n    {REPLAYED}\n\nreplayed\n    ")
 
 
