@@ -39,6 +39,15 @@ def pull_back_through(f: Callable, g: Any, *xs: torch.Tensor | None) -> tuple:
     return tuple(found.get(i) for i in range(len(xs)))
 
 
+def _make_backward(f: Callable, count: int) -> Callable:
+    """Return the backward ``(g, x, *rest)`` of ``f``, which takes x and ``count`` of the rest."""
+
+    def backward(g, x, *rest):
+        return pull_back_through(lambda x: f(x, *rest[:count]), g, x)[0]
+
+    return backward
+
+
 def attention_backward(
     g, q, k, v, p: float, causal: bool, mask: Any = None, scale: float | None = None
 ) -> tuple:
@@ -106,42 +115,8 @@ def _keep_requested(found: tuple, mask: list[bool]) -> tuple:
     return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
 
 
-def _cdist_backward(g, x, y, p, dist):
-    return pull_back_through(lambda x: kernels.cdist(x, y, p), g, x)[0]
-
-
-def pdist_backward(g, x, p, dist):
-    return pull_back_through(lambda x: kernels.pdist(x, p), g, x)[0]
-
-
 def hardsigmoid_backward(g, x):
     return torch.where((x > -3) & (x < 3), g / 6, 0)
-
-
-def _glu_backward(g, x, dim):
-    return pull_back_through(lambda x: kernels.glu(x, dim), g, x)[0]
-
-
-def _mse_loss_backward(g, x, y, reduction):
-    return pull_back_through(lambda x: kernels.mse_loss(x, y, reduction), g, x)[0]
-
-
-def _huber_loss_backward(g, x, y, reduction, delta):
-    return pull_back_through(lambda x: kernels.huber_loss(x, y, reduction, delta), g, x)[0]
-
-
-def _soft_margin_loss_backward(g, x, y, reduction):
-    return pull_back_through(lambda x: kernels.soft_margin_loss(x, y, reduction), g, x)[0]
-
-
-def multi_margin_backward(g, x, target, p, margin, weight=None, reduction=1):
-    return pull_back_through(
-        lambda x: losses.multi_margin_loss(x, target, p, margin, weight, reduction), g, x
-    )[0]
-
-
-def multilabel_margin_backward(g, x, target, reduction, is_target):
-    return pull_back_through(lambda x: losses.multilabel_margin_loss(x, target, reduction), g, x)[0]
 
 
 def ctc_backward(g, log_probs, targets, times, sizes, nll, alpha, blank, zero_infinity=False):
@@ -204,15 +179,15 @@ BACKWARD: dict[Any, Callable] = {
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.batch_norm_backward.default: _batch_norm_update_backward,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
-    aten._cdist_backward.default: _cdist_backward,
-    aten._pdist_backward.default: pdist_backward,
-    aten.glu_backward.default: _glu_backward,
-    aten.mse_loss_backward.default: _mse_loss_backward,
-    aten.huber_loss_backward.default: _huber_loss_backward,
-    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
+    aten._cdist_backward.default: _make_backward(kernels.cdist, 2),
+    aten._pdist_backward.default: _make_backward(kernels.pdist, 1),
+    aten.glu_backward.default: _make_backward(kernels.glu, 1),
+    aten.mse_loss_backward.default: _make_backward(kernels.mse_loss, 2),
+    aten.huber_loss_backward.default: _make_backward(kernels.huber_loss, 3),
+    aten.soft_margin_loss_backward.default: _make_backward(kernels.soft_margin_loss, 2),
     aten.hardsigmoid_backward.default: hardsigmoid_backward,
-    aten.multi_margin_loss_backward.default: multi_margin_backward,
-    aten.multilabel_margin_loss_backward.default: multilabel_margin_backward,
+    aten.multi_margin_loss_backward.default: _make_backward(losses.multi_margin_loss, 5),
+    aten.multilabel_margin_loss_backward.default: _make_backward(losses.multilabel_margin_loss, 2),
     aten._ctc_loss_backward.default: ctc_backward,
     aten._ctc_loss_backward.Tensor: ctc_backward,
     aten._segment_reduce_backward.default: segment_backward,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._autodiff.decompositions import backwards as back
-from forall._autodiff.decompositions import kernels
+from forall._autodiff.decompositions import kernels, losses
 from forall._autodiff.decompositions.backwards import pull_back_through
 from forall._autodiff.node_formulas import NODES, NodeDerivative
 from forall._core import rnn_decompositions
@@ -22,7 +22,35 @@ if TYPE_CHECKING:
 
 def _get_saved(node: Any, names: str) -> tuple:
     """Return the values that a node has saved under these names."""
-    return tuple(getattr(node, f"_saved_{name}") for name in names.split())
+    return tuple(_restore_sign(getattr(node, f"_saved_{name}")) for name in names.split())
+
+
+def _restore_sign(value: Any) -> Any:
+    """Restore the sign of a dim, or of each of several: a node saves it as an unsigned integer."""
+    if isinstance(value, tuple):
+        return tuple(map(_restore_sign, value))
+    return value - 2**64 if type(value) is int and value >= 2**63 else value
+
+
+def _make_node(f: Callable, tensors: str, names: str = "") -> Callable[[Any], tuple]:
+    """Return a node function for ``f(*tensors, *names)``, of values saved under these names."""
+
+    def steps(node: Any) -> tuple[Callable, tuple]:
+        rest, given = _get_saved(node, names), _get_saved(node, tensors)
+
+        def pull(*both):
+            gs, xs = both[: -len(given)], both[-len(given) :]
+
+            def compute(*xs):
+                out = f(*xs, *rest)
+                pairs = zip(out if isinstance(out, tuple) else (out,), gs, strict=True)
+                return tuple(y if g is None else y.to(g.dtype) for y, g in pairs)
+
+            return pull_back_through(compute, gs, *xs)
+
+        return pull, given
+
+    return steps
 
 
 def _attention_node(node: Any) -> tuple[Callable, tuple]:
@@ -35,48 +63,12 @@ def _attention_node(node: Any) -> tuple[Callable, tuple]:
     return pull, _get_saved(node, "query key value")
 
 
-def _biased_attention_node(node: Any) -> tuple[Callable, tuple]:
-    p, causal, scale = _get_saved(node, "dropout_p is_causal scale")
-
-    def pull(g, q, k, v, bias):
-        return pull_back_through(
-            lambda q, k, v, b: kernels.fused_attention(q, k, v, p, causal, b, scale),
-            g,
-            q,
-            k,
-            v,
-            bias,
-        )
-
-    return pull, _get_saved(node, "query key value attn_bias")
-
-
-def _cdist_node(node: Any) -> tuple[Callable, tuple]:
-    (p,) = _get_saved(node, "p")
-
-    def pull(g, x, y):
-        return pull_back_through(lambda x, y: kernels.cdist(x, y, p), g, x, y)
-
-    return pull, _get_saved(node, "x1 x2")
-
-
-def _pdist_node(node: Any) -> tuple[Callable, tuple]:
-    (p,) = _get_saved(node, "p")
-    return lambda g, x: (back.pdist_backward(g, x, p, None),), _get_saved(node, "self")
+def _biased_attention(q, k, v, bias, p, causal, scale):
+    return kernels.fused_attention(q, k, v, p, causal, bias, scale)
 
 
 def _hardsigmoid_node(node: Any) -> tuple[Callable, tuple]:
     return lambda g, x: (back.hardsigmoid_backward(g, x),), _get_saved(node, "self")
-
-
-def _multi_margin_node(node: Any) -> tuple[Callable, tuple]:
-    rest = _get_saved(node, "target p margin weight reduction")
-    return lambda g, x: (back.multi_margin_backward(g, x, *rest),), _get_saved(node, "self")
-
-
-def _multilabel_margin_node(node: Any) -> tuple[Callable, tuple]:
-    rest = *_get_saved(node, "target reduction"), None
-    return lambda g, x: (back.multilabel_margin_backward(g, x, *rest),), _get_saved(node, "self")
 
 
 def _ctc_node(node: Any) -> tuple[Callable, tuple]:
@@ -126,86 +118,16 @@ def _cudnn_rnn_node(node: Any) -> tuple[Callable, tuple]:
     return pull, (x, *params, hx, cx)
 
 
-# ------------------------------- backwards that torch differentiates wrongly
-
-
-def _det_node(node: Any) -> tuple[Callable, tuple]:
-    """Decompose det's backward: torch's uses the SVD under a mode, and fails for equal values."""
-    return lambda g, x: pull_back_through(kernels.det, g, x), _get_saved(node, "A")
-
-
-def _logcumsumexp_node(node: Any) -> tuple[Callable, tuple]:
-    """Decompose logcumsumexp's backward: torch's takes the logarithm of the cotangent."""
-    dim = _restore_sign(*_get_saved(node, "dim"))
-    return lambda g, x: pull_back_through(lambda x: kernels.logcumsumexp(x, dim), g, x), _get_saved(
-        node, "self"
-    )
-
-
-def _restore_sign(dim: int) -> int:
-    """Restore the sign of a dim, which a node saves as an unsigned integer."""
-    return dim - 2**64 if dim >= 2**63 else dim
-
-
-def _weight_norm_node(node: Any) -> tuple[Callable, tuple]:
-    (dim,) = _get_saved(node, "dim")
-
-    def pull(g, v, size):
-        return pull_back_through(
-            lambda v, size: kernels.weight_norm(v, size, _restore_sign(dim))[0], g, v, size
-        )
-
-    return pull, _get_saved(node, "v g")
-
-
-def _make_norm_node(
-    f: Callable, names: str, dim: str = "dim"
-) -> Callable[[Any], tuple[Callable, tuple]]:
-    """Return a node function for a norm ``f``.
-
-    Torch's backward writes zeros into a value that a tangent may be computed from.
-    """
-
-    def steps(node: Any) -> tuple[Callable, tuple]:
-        known = {name: getattr(node, f"_saved_{name}") for name in names.split()}
-        if known.get(dim) is not None:
-            dims = known[dim]
-            signed = (
-                [_restore_sign(d) for d in dims] if isinstance(dims, tuple) else _restore_sign(dims)
-            )
-            known[dim] = signed
-
-        def pull(*both):
-            *gs, x = both
-
-            def compute_norm(x):
-                out = f(x, **known)
-                outs = out if isinstance(out, tuple) else (out,)
-                pairs = zip(outs, gs, strict=True)
-                return tuple(y if g is None else y.to(g.dtype) for y, g in pairs)
-
-            return pull_back_through(compute_norm, tuple(gs), x)
-
-        return pull, _get_saved(node, "self")
-
-    return steps
-
-
-def _vector_norm(x, ord=2, dim=None, keepdim=False):
-    return kernels.vector_norm(x, ord, dim, keepdim)
+def _weight_norm(v, g, dim):
+    return kernels.weight_norm(v, g, dim)[0]
 
 
 def _aten_norm(x, p=2, dim=None, keepdim=False):
     return kernels.vector_norm(x, 2 if p is None else p, dim or None, keepdim)
 
 
-def _dist_node(node: Any) -> tuple[Callable, tuple]:
-    (p,) = _get_saved(node, "p")
-
-    def pull(g, x, y):
-        return pull_back_through(lambda x, y: kernels.vector_norm(x - y, p), g, x, y)
-
-    return pull, _get_saved(node, "self other")
+def _dist(x, y, p):
+    return kernels.vector_norm(x - y, p)
 
 
 def _layer_norm_backward_node(node: Any) -> tuple[Callable, tuple]:
@@ -252,20 +174,30 @@ NODES.update(
     {
         "ScaledDotProductFlashAttentionForCpuBackward0": NodeDerivative(_attention_node),
         "ScaledDotProductFlashAttentionBackward0": NodeDerivative(_attention_node),
-        "ScaledDotProductEfficientAttentionBackward0": NodeDerivative(_biased_attention_node),
-        "CdistBackward0": NodeDerivative(_cdist_node),
-        "PdistBackward0": NodeDerivative(_pdist_node),
+        "ScaledDotProductEfficientAttentionBackward0": NodeDerivative(
+            _make_node(_biased_attention, "query key value attn_bias", "dropout_p is_causal scale")
+        ),
+        "CdistBackward0": NodeDerivative(_make_node(kernels.cdist, "x1 x2", "p")),
+        "PdistBackward0": NodeDerivative(_make_node(kernels.pdist, "self", "p")),
         "HardsigmoidBackward0": NodeDerivative(_hardsigmoid_node),
-        "MultiMarginLossBackward0": NodeDerivative(_multi_margin_node),
-        "MultilabelMarginLossBackward0": NodeDerivative(_multilabel_margin_node),
+        "MultiMarginLossBackward0": NodeDerivative(
+            _make_node(losses.multi_margin_loss, "self", "target p margin weight reduction")
+        ),
+        "MultilabelMarginLossBackward0": NodeDerivative(
+            _make_node(losses.multilabel_margin_loss, "self", "target reduction")
+        ),
         "CtcLossBackward0": NodeDerivative(_ctc_node),
         "CtcLossBackward1": NodeDerivative(_ctc_node),
         "SegmentReduceBackward0": NodeDerivative(_segment_node),
         "CudnnRnnBackward0": NodeDerivative(_cudnn_rnn_node, cotangents=3),
         "EmbeddingBagBackward0": NodeDerivative(_embedding_bag_node),
-        "WeightNormInterfaceBackward0": NodeDerivative(_weight_norm_node),
-        "LinalgDetBackward0": NodeDerivative(_det_node, lacks_tangents=True),
-        "LogcumsumexpBackward0": NodeDerivative(_logcumsumexp_node, lacks_tangents=True),
+        "WeightNormInterfaceBackward0": NodeDerivative(_make_node(_weight_norm, "v g", "dim")),
+        # Uses the SVD under a mode, and fails for equal values.
+        "LinalgDetBackward0": NodeDerivative(_make_node(kernels.det, "A"), lacks_tangents=True),
+        # Takes the logarithm of the cotangent.
+        "LogcumsumexpBackward0": NodeDerivative(
+            _make_node(kernels.logcumsumexp, "self", "dim"), lacks_tangents=True
+        ),
         "NativeLayerNormBackwardBackward0": NodeDerivative(
             _layer_norm_backward_node, lacks_tangents=True, cotangents=3
         ),
@@ -281,18 +213,19 @@ NODES.update(
             lacks_tangents=True,
             cotangents=3,
         ),
+        # Norms: torch writes zeros into a value that a tangent may be computed from.
         "LinalgVectorNormBackward0": _fix_tangents(
-            _make_norm_node(_vector_norm, "ord dim keepdim")
+            _make_node(kernels.vector_norm, "self", "ord dim keepdim")
         ),
-        "DistBackward0": _fix_tangents(_dist_node),
-        "NormBackward0": _fix_tangents(_make_norm_node(_aten_norm, "p")),
-        "NormBackward1": _fix_tangents(_make_norm_node(_aten_norm, "p dim keepdim")),
-        "NormBackward2": _fix_tangents(_make_norm_node(_aten_norm, "p")),
-        "NormBackward3": _fix_tangents(_make_norm_node(_aten_norm, "p dim keepdim")),
-        "RenormBackward0": _fix_tangents(_make_norm_node(kernels.renorm, "p dim maxnorm")),
-        "StdBackward0": _fix_tangents(_make_norm_node(kernels.std, "dim correction keepdim")),
+        "DistBackward0": _fix_tangents(_make_node(_dist, "self other", "p")),
+        "NormBackward0": _fix_tangents(_make_node(_aten_norm, "self", "p")),
+        "NormBackward1": _fix_tangents(_make_node(_aten_norm, "self", "p dim keepdim")),
+        "NormBackward2": _fix_tangents(_make_node(_aten_norm, "self", "p")),
+        "NormBackward3": _fix_tangents(_make_node(_aten_norm, "self", "p dim keepdim")),
+        "RenormBackward0": _fix_tangents(_make_node(kernels.renorm, "self", "p dim maxnorm")),
+        "StdBackward0": _fix_tangents(_make_node(kernels.std, "self", "dim correction keepdim")),
         "StdMeanBackward0": _fix_tangents(
-            _make_norm_node(kernels.std_mean, "dim correction keepdim"), 2
+            _make_node(kernels.std_mean, "self", "dim correction keepdim"), 2
         ),
     }
 )

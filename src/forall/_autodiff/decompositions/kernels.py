@@ -102,14 +102,14 @@ def renorm(x, p, dim, maxnorm):
     return (x * torch.where(length > maxnorm, maxnorm / (length + 1e-7), 1)).to(x.dtype)
 
 
-def std(x, dim=None, *, correction=None, keepdim=False):
+def std(x, dim=None, correction=None, keepdim=False):
     var = torch.var(to_float32(x), dim, correction=correction, keepdim=keepdim)
     return _safe_pow(var, 0.5).to(x.dtype.to_real())
 
 
-def std_mean(x, dim=None, *, correction=None, keepdim=False):
+def std_mean(x, dim=None, correction=None, keepdim=False):
     mean = torch.mean(x, () if dim is None else dim, keepdim)
-    return std(x, dim, correction=correction, keepdim=keepdim), mean
+    return std(x, dim, correction, keepdim), mean
 
 
 # ------------------------------------------------------------------- attention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from forall._vmap.rule_makers.basic import (
     make_stack_handler,
 )
 from forall._vmap.rule_makers.pointwise import handle_pointwise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -116,46 +119,21 @@ def _histc(size, x, bins=100, min=0, max=0):
     return _sum_by_bin(place, None, valid, bins, x.dtype)
 
 
-def _histogram(x: Tensor, edges: Tensor, weight: Any, density: bool) -> tuple[Tensor, Tensor]:
-    """Return the histogram of x (B, N) for edges (B, bins + 1), and the edges.
-
-    A bin includes its left edge, the last bin its right edge too.
-    """
-    count = edges.shape[1] - 1
-    valid = (x >= edges[:, :1]) & (x <= edges[:, -1:])
-    place = torch.searchsorted(edges, x.contiguous(), right=True) - 1
-    out = _sum_by_bin(place.clamp(0, count - 1), weight, valid, count, x.dtype)
-    if density:
-        out = out / out.sum(1, keepdim=True) / edges.diff(dim=1)
-    return out, edges
-
-
-def _zip_limits(low: Tensor, high: Tensor) -> zip:
-    return zip(low.squeeze(1).unbind(), high.squeeze(1).unbind(), strict=True)
-
-
 @make_stack_handler
 def _histogram_counts(size, x, bins=100, *, range=None, weight=None, density=False):
-    x = _flatten_examples(x, size)
-    low, high = _find_range(x, range, 0.5)
-    # Edges are exact to the last bit: linspace does not round as its formula would.
-    edges = torch.stack(
-        [
-            torch.linspace(a, b, bins + 1, dtype=x.dtype, device=x.device)
-            for a, b in _zip_limits(low, high)
-        ]
-    )
-    return _histogram(
-        x, edges, None if weight is None else _flatten_examples(weight, size), density
-    )
+    x = _flatten_examples(x, size).unsqueeze(-1)
+    edges = _make_edges(x, [bins], range)
+    return _histogramdd(x, edges, _flatten_weight(weight, size), density), edges[0]
 
 
 @make_stack_handler
 def _histogram_edges(size, x, bins, *, weight=None, density=False):
-    weight = None if weight is None else _flatten_examples(weight, size)
-    return _histogram(
-        _flatten_examples(x, size), _flatten_examples(bins, size).contiguous(), weight, density
-    )
+    x, edges = _flatten_examples(x, size).unsqueeze(-1), _flatten_examples(bins, size)
+    return _histogramdd(x, [edges], _flatten_weight(weight, size), density), edges
+
+
+def _flatten_weight(weight: Any, size: int) -> Tensor | None:
+    return None if weight is None else _flatten_examples(weight, size)
 
 
 def _flatten_points(x: Any, size: int) -> Tensor:
@@ -165,17 +143,24 @@ def _flatten_points(x: Any, size: int) -> Tensor:
 
 
 def _make_edges(x: Tensor, bins: list[int], limits: list[float] | None) -> list[Tensor]:
-    """Return the edges (B, bins + 1) for each coordinate of x (B, N, D)."""
+    """Return the edges (B, bins + 1) for each coordinate of x (B, N, D).
+
+    They are exact to the last bit: linspace does not round as its formula would.
+    """
     found = []
     for d, n in enumerate(bins):
         low, high = _find_range(x[..., d], limits and limits[2 * d : 2 * d + 2], 0.5)
-        ends = [torch.linspace(a, b, n + 1, dtype=x.dtype) for a, b in _zip_limits(low, high)]
+        limits_of_each = zip(low.squeeze(1).unbind(), high.squeeze(1).unbind(), strict=True)
+        ends = [torch.linspace(a, b, n + 1, dtype=x.dtype) for a, b in limits_of_each]
         found.append(torch.stack(ends).to(x.device))
     return found
 
 
 def _histogramdd(x: Tensor, edges: list[Tensor], weight: Any, density: bool) -> Tensor:
-    """Return the histogram (B, *bins) of x (B, N, D) for edges (B, bins + 1) per coordinate."""
+    """Return the histogram (B, *bins) of x (B, N, D) for edges (B, bins + 1) per coordinate.
+
+    A bin includes its left edge, the last bin its right edge too.
+    """
     place, valid = torch.zeros_like(x[..., 0], dtype=torch.long), True
     for d, e in enumerate(edges):
         along = x[..., d].contiguous()
@@ -199,19 +184,14 @@ def _histogramdd_edges(size, x, bins, *, range=None, weight=None, density=False)
 
 @make_stack_handler
 def _histogramdd_by_counts(size, x, bins, *, range=None, weight=None, density=False):
-    x, weight = (
-        _flatten_points(x, size),
-        None if weight is None else _flatten_examples(weight, size),
-    )
-    return _histogramdd(x, _make_edges(x, bins, range), weight, density)
+    x = _flatten_points(x, size)
+    return _histogramdd(x, _make_edges(x, bins, range), _flatten_weight(weight, size), density)
 
 
 @make_stack_handler
 def _histogramdd_by_edges(size, x, bins, *, weight=None, density=False):
-    weight = None if weight is None else _flatten_examples(weight, size)
-    return _histogramdd(
-        _flatten_points(x, size), [_flatten_examples(e, size) for e in bins], weight, density
-    )
+    edges = [_flatten_examples(e, size) for e in bins]
+    return _histogramdd(_flatten_points(x, size), edges, _flatten_weight(weight, size), density)
 
 
 register_rows(
@@ -229,31 +209,29 @@ register_rows(
 # --- segments ----------------------------------------------------------------------------------
 
 
-def _segment_reduce(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the kernel on batched data and lengths: it takes batch dims before the axis."""
-    kwargs = {
-        k: expand_to_stack(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()
-    }
-    kwargs["axis"] = wrap_dim(kwargs.get("axis", 0), args[0].dim()) + 1
-    if not level.size:
-        kwargs["unsafe"] = True  # the check of the lengths asks for their sum, and there is none
-    return wrap_stack(func(expand_to_stack(args[0], level), *args[1:], **kwargs), 0, level)
+def _make_segment_handler(tensors: int) -> Callable:
+    """Return a handler on batched data and lengths: the kernels take batch dims before the axis.
 
+    ``tensors`` is the number of tensors among the positional arguments; the last is the data.
+    """
 
-def _segment_reduce_backward(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    kwargs = {
-        k: expand_to_stack(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()
-    }
-    kwargs["axis"] = wrap_dim(kwargs.get("axis", 0), args[2].dim()) + 1
-    return wrap_stack(
-        func(*(expand_to_stack(a, level) for a in args[:3]), *args[3:], **kwargs), 0, level
-    )
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        given = [expand_to_stack(a, level) for a in args[:tensors]]
+        named = {
+            k: expand_to_stack(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()
+        }
+        named["axis"] = wrap_dim(kwargs.get("axis", 0), args[tensors - 1].dim()) + 1
+        if not level.size and tensors == 1:
+            named["unsafe"] = True  # the check of the lengths asks for their sum: there is none
+        return wrap_stack(func(*given, *args[tensors:], **named), 0, level)
+
+    return handler
 
 
 register_rows(
     {
-        aten.segment_reduce.default: _segment_reduce,
-        aten._segment_reduce_backward.default: _segment_reduce_backward,
+        aten.segment_reduce.default: _make_segment_handler(1),
+        aten._segment_reduce_backward.default: _make_segment_handler(3),
     }
 )
 
