@@ -116,7 +116,7 @@ def replay(on: bool, patience: float) -> Iterator[None]:
 def noted() -> Iterator[list]:
     """A note for each time that replay records, or goes on with what was recorded."""
     notes: list = []
-    names = "_try_recording", "_take_one_step"
+    names = "_try_recording", "take_one_step"
     originals = {name: getattr(AutoReplayCache, name) for name in names}
 
     def noting(original: Any) -> Any:

@@ -292,7 +292,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   bool has_generator = false;
   auto to_cpu = [&](const at::Tensor& t, bool writes) -> at::Tensor {
     if (!is_fake(t)) return t;
-    // What is given twice is one tensor for the kernel too: `out` that is read as well is not resized.
+    // What is given twice is one tensor for the kernel too: what it reads is not resized.
     size_t i = 0;
     while (i < args.size() && !args[i].fake.is_same(t)) ++i;
     if (i == args.size()) args.push_back({t, alias_on_cpu(t)});
