@@ -107,6 +107,12 @@ def _make_addmm(product: Callable) -> Callable:
 # --- at indices ----------------------------------------------------------------------------------
 
 
+def _make_stack(a: Tensor, level: Any) -> Tensor:
+    """Return (B, *S), where S has rank 1 at least."""
+    a = expand_to_stack(a, level)
+    return a if a.dim() > 1 else a.unsqueeze(1)
+
+
 def _fold_batch(a: Tensor, dim: int) -> Tensor:
     """Fold the batch axis into ``dim``: (B, .., n, ..) -> (.., B*n, ..), as a copy."""
     return fold_axis(a, dim).clone()
@@ -115,22 +121,17 @@ def _fold_batch(a: Tensor, dim: int) -> Tensor:
 def _index_add(level: Any, x: Tensor, dim: int, index: Any, source: Any, alpha: Any = 1) -> Any:
     x = x if x.dim() else x.unsqueeze(0)
     dim %= x.dim()
-    index, source = expand_to_stack(index, level), expand_to_stack(source, level)
-    index = index if index.dim() > 1 else index.unsqueeze(1)
-    source = source if source.dim() > 1 else source.unsqueeze(1)
-    index, source = _fold_batch(index, 0), _fold_batch(source, dim)
+    index = _fold_batch(_make_stack(index, level), 0)
+    source = _fold_batch(_make_stack(source, level), dim)
     return lambda: x.index_add_(dim, index, source, alpha=alpha)
 
 
 def _scatter_add(level: Any, x: Tensor, dim: int, index: Any, source: Any) -> Any:
     x = x if x.dim() else x.unsqueeze(0)
     dim %= x.dim()
-    index = expand_to_stack(index, level)
-    index = index if index.dim() > 1 else index.unsqueeze(1)
+    index = _make_stack(index, level)
     if isinstance(source, Tensor):
-        source = expand_to_stack(source, level)
-        source = source if source.dim() > 1 else source.unsqueeze(1)
-        source = source[tuple(slice(n) for n in index.shape)]
+        source = _make_stack(source, level)[tuple(slice(n) for n in index.shape)]
     else:
         source = torch.full(index.shape, source, dtype=x.dtype, device=x.device)
     index, source = _fold_batch(index, dim), _fold_batch(source, dim)
@@ -146,18 +147,15 @@ def _scatter_reduce(
 
 
 def _index_put(level: Any, x: Tensor, indices: list, values: Any, accumulate: bool = False) -> Any:
-    if not accumulate:
+    if not accumulate or x.dtype is torch.bool:
         return None
     places = StackIndices(level.size, take_indices(indices, level))
     v = expand_to_stack(values, level)
-    if x.dtype is torch.bool:
-        return None
-    if not places.mapped:
-        v, at = v.sum(0, dtype=v.dtype), [None if i is None else i.clone() for i in places.indices]
-        return lambda: aten.index_put_.default(x, at, v, True)
-    rank = x.dim() - places.consumed + places.rank
-    v = pad_rank(v, rank)
-    v = v.movedim(0, places.lead if places.adjacent else 0).clone()
+    if places.mapped:
+        v = pad_rank(v, x.dim() - places.consumed + places.rank)
+        v = v.movedim(0, places.lead if places.adjacent else 0).clone()
+    else:
+        v = v.sum(0, dtype=v.dtype)
     at = [None if i is None else i.clone() for i in places.indices]
     return lambda: aten.index_put_.default(x, at, v, True)
 

@@ -179,20 +179,18 @@ def _make_layout_error(layout: Any) -> NotImplementedError:
     )
 
 
-def _make_refusing_handler(layout: Any) -> Callable:
+def _make_refusing_handler(layout: Any = None) -> Callable:
+    """Return a handler that refuses a layout, by default that of the call's argument."""
+
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        raise _make_layout_error(layout)
+        raise _make_layout_error(layout or kwargs["layout"])
 
     return handler
 
 
-def _refuse_compressed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    raise _make_layout_error(kwargs["layout"])
-
-
 register_rows(
     {
-        **dict.fromkeys(COMPRESSING, _refuse_compressed),
+        **dict.fromkeys(COMPRESSING, _make_refusing_handler()),
         aten.to_mkldnn.default: _make_refusing_handler("torch._mkldnn"),
         aten._to_sparse_csr.default: _make_refusing_handler("torch.sparse_csr"),
         aten._to_sparse_csc.default: _make_refusing_handler("torch.sparse_csc"),
