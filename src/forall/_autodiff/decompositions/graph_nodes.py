@@ -80,13 +80,8 @@ def _ctc_node(node: Any) -> tuple[Callable, tuple]:
     return lambda g, x: (back.ctc_backward(g, x, *rest),), _get_saved(node, "log_probs")
 
 
-def _segment_node(node: Any) -> tuple[Callable, tuple]:
-    names = "lengths", "offsets", "axis", "initial"
-    named = dict(zip(names, _get_saved(node, " ".join(names)), strict=True))
-    (reduce,) = _get_saved(node, "reduce")
-    return lambda g, x: (back.segment_backward(g, None, x, reduce, **named),), _get_saved(
-        node, "data"
-    )
+def _reduce_segments(x, reduce, lengths, offsets, axis, initial):
+    return losses.segment_reduce(x, reduce, lengths, None, offsets, axis, initial=initial)
 
 
 def _embedding_bag_node(node: Any) -> tuple[Callable, tuple]:
@@ -188,7 +183,9 @@ NODES.update(
         ),
         "CtcLossBackward0": NodeDerivative(_ctc_node),
         "CtcLossBackward1": NodeDerivative(_ctc_node),
-        "SegmentReduceBackward0": NodeDerivative(_segment_node),
+        "SegmentReduceBackward0": NodeDerivative(
+            _make_node(_reduce_segments, "data", "reduce lengths offsets axis initial")
+        ),
         "CudnnRnnBackward0": NodeDerivative(_cudnn_rnn_node, cotangents=3),
         "EmbeddingBagBackward0": NodeDerivative(_embedding_bag_node),
         "WeightNormInterfaceBackward0": NodeDerivative(_make_node(_weight_norm, "v g", "dim")),
