@@ -380,7 +380,7 @@ class OutDims:
         return tensordict.count_from_front(spec, found, 1)
 
 
-def make_out_dim_error(call: TransformCall, result: torch.Tensor, place: int) -> IndexError:
+def make_missing_place_error(call: TransformCall, result: torch.Tensor, place: int) -> IndexError:
     rank = result.dim() + 1
     rows = [("result of one example", format_short(result), f"out_dims {place}")]
     return documented_error(IndexError, "out-dims-range")(

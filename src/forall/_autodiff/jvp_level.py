@@ -54,7 +54,7 @@ from forall._compat.private_api import DispatchMode
 from forall._compat.symbolic_zeros import LINEAR, make_plain_zeros, simplify_linear
 from forall._compat.tensor_subclass import has_posed_class, posing, run_on_wrappers
 from forall._core import nested_tensor
-from forall._core.errors import collective_error, format_columns, format_short
+from forall._core.errors import format_columns, format_short, make_collective_error
 from forall._core.escaped_values import replace_escaped_args
 from forall._core.host_reads import notify_host_read
 from forall._core.levels import (
@@ -306,7 +306,7 @@ class JvpLevel(DualLevel, DispatchMode):
         """Run one operator on primals and tangents together, in torch's forward mode."""
         fact = get_facts(func)
         if fact.is_collective:
-            raise collective_error("jvp", func)
+            raise make_collective_error("jvp", func)
         if func is _DETACH and not is_excluded(AUTOGRAD):
             return alias_for_autograd(args[0])
         leaf = get_accumulating_leaf() if func in ACCUMULATION else None
@@ -376,7 +376,7 @@ class JvpLevel(DualLevel, DispatchMode):
                     args[0].value = out
             except NotImplementedError as error:
                 if func is nested_tensor.OF_COMPONENTS:
-                    raise nested_tensor.no_tangent_error() from error
+                    raise nested_tensor.make_no_tangent_error() from error
                 if not grad or fact.mutates:
                     raise
                 if draws is not None:

@@ -157,7 +157,7 @@ def join_trees(call: OperatorCall, name: str, parts: Parts) -> Any:
         row, spec = pytree.flatten(order_keys(first, tree))
         if rows and not pytree.has_same_structure(spec, pytree.flatten(first)[1]):
             shown = [(worlds[0], first), (world, tree)]
-            raise _difference_error(
+            raise _make_difference_error(
                 call, name, [(w, pytree.format_tree(pytree.flatten(t)[1])) for w, t in shown]
             )
         rows.append(row)
@@ -165,7 +165,7 @@ def join_trees(call: OperatorCall, name: str, parts: Parts) -> Any:
     for i, column in enumerate(zip(*rows, strict=True)):
         fitted = _fit_column([*column])
         if fitted is NotImplemented:
-            raise _mismatch_error(call, name + find_leaf_paths(first)[i], worlds, [*column])
+            raise _make_mismatch_error(call, name + find_leaf_paths(first)[i], worlds, [*column])
         joins = type(fitted) is list  # which no leaf is
         together.append(merge_tensors([*zip(worlds, fitted, strict=True)]) if joins else fitted)
     return pytree.unflatten(together, pytree.flatten(first)[1])
@@ -191,7 +191,7 @@ def _fit_column(column: list) -> Any:
     return [x.to(dtype) for x in column]
 
 
-def _mismatch_error(
+def _make_mismatch_error(
     call: OperatorCall, path: str, worlds: list[ActiveSet], column: list
 ) -> TypeError:
     at = next((i for i, x in enumerate(column) if isinstance(x, torch.Tensor)), 0)
@@ -201,10 +201,10 @@ def _mismatch_error(
         (worlds[at], describe_leaf(one, column[odd])),
         (worlds[odd], describe_leaf(column[odd], one)),
     ]
-    return _difference_error(call, path, shown)
+    return _make_difference_error(call, path, shown)
 
 
-def _difference_error(
+def _make_difference_error(
     call: OperatorCall, path: str, shown: list[tuple[ActiveSet, str]]
 ) -> TypeError:
     return documented_error(TypeError, "branches-differ")(

@@ -61,9 +61,9 @@ class Config:
             warn_renamed("forall.config.parting", "forall.config.strategy")
             name = "strategy"
         if name not in _SETTINGS:
-            raise _unknown_setting_error(name)
+            raise _make_unknown_setting_error(name)
         if not _SETTINGS[name].accepts(value):
-            raise _value_error(name, value)
+            raise _make_value_error(name, value)
         super().__setattr__(name, value)
 
     @property
@@ -101,7 +101,7 @@ _SETTINGS = {
 }
 
 
-def _unknown_setting_error(name: str) -> AttributeError:
+def _make_unknown_setting_error(name: str) -> AttributeError:
     return documented_error(AttributeError, "setting")(
         f"forall.config.{name}: there is no setting of this name.\n"
         f"    settings   {', '.join(_SETTINGS)}"
@@ -109,7 +109,7 @@ def _unknown_setting_error(name: str) -> AttributeError:
     )
 
 
-def _value_error(name: str, value: object) -> ValueError:
+def _make_value_error(name: str, value: object) -> ValueError:
     words = {str(word): repr(word) for word in _SETTINGS[name].words}
     return documented_error(ValueError, "setting")(
         f"forall.config.{name}: it does not take {format_short(value)}.\n"

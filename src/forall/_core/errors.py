@@ -173,7 +173,7 @@ class CallOrigin(NamedTuple):
         return SourceLine(code.co_filename, next(lines, None) or code.co_firstlineno)
 
 
-def data_dependent_error(op: str, cure: str) -> DataDependentError:
+def make_data_dependent_error(op: str, cure: str) -> DataDependentError:
     place = find_users_line()
     return documented_error(DataDependentError, "data-dependent")(
         f"vmap: {op} asks for a value that differs between the examples.\n"
@@ -191,7 +191,7 @@ _CURES = {
 _CURES["__array__"] = _CURES["numpy"]
 
 
-def no_memory_error(name: str, value: torch.Tensor, size: int) -> DataDependentError:
+def make_no_memory_error(name: str, value: torch.Tensor, size: int) -> DataDependentError:
     call = {"__reduce_ex__": "pickle", "__array__": "np.asarray(x)"}
     row = ("x", f"{format_short(value)}, one for each of {size} examples")
     cure = _CURES.get(name, "Use torch's operators, or forall.stacked(x): all examples together.")
@@ -202,7 +202,9 @@ def no_memory_error(name: str, value: torch.Tensor, size: int) -> DataDependentE
     )
 
 
-def shared_write_error(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> RuntimeError:
+def make_shared_write_error(
+    op: str, target: torch.Tensor, data: list[torch.Tensor]
+) -> RuntimeError:
     rows = [("written to", format_short(target), "from before the call, one for all examples")]
     rows += [("data", format_short(d), "differs between the examples") for d in data]
     return documented_error(RuntimeError, "shared-write")(
@@ -213,7 +215,7 @@ def shared_write_error(op: str, target: torch.Tensor, data: list[torch.Tensor]) 
     )
 
 
-def collective_error(transform: str, func: object) -> RuntimeError:
+def make_collective_error(transform: str, func: object) -> RuntimeError:
     """Return the error for an operator of torch.distributed inside a level.
 
     A collective knows nothing of examples and tangents: its kernels read memory that a wrapper
@@ -247,7 +249,7 @@ def note_missing_axis(error: BaseException) -> None:
         )
 
 
-def escaped_value_error(
+def make_escaped_value_error(
     func: object, value: torch.Tensor, origin: CallOrigin | None
 ) -> RuntimeError:
     rows = [("used by", str(func)), ("value", f"{format_short(value)}, one for each example")]

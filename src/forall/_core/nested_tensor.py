@@ -41,7 +41,7 @@ def run_on_nested(func: Any, args: tuple) -> Any:
 OF_COMPONENTS = aten._nested_tensor_from_tensor_list.default
 
 
-def no_tangent_error() -> NotImplementedError:
+def make_no_tangent_error() -> NotImplementedError:
     return documented_error(NotImplementedError, "nested-tensors")(
         "jvp: attention of nested tensors, or another call that makes one of the strided layout, "
         "has no forward mode.\n"

@@ -411,11 +411,11 @@ def _pack_results(results: list, tensor: Any) -> Any:
     if type(first) is int:
         largest = max(results, key=abs)
         if not -(2**63) <= min(results) <= max(results) < 2**63:
-            raise too_large_error(largest)
+            raise make_too_large_error(largest)
     return make_number(tensor(results, type(first)))
 
 
-def too_large_error(value: int) -> OverflowError:
+def make_too_large_error(value: int) -> OverflowError:
     place = find_users_line()
     text = str(value) if abs(value) < 10**30 else f"an int of {value.bit_length()} bits"
     return OverflowError(

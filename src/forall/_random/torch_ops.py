@@ -57,7 +57,7 @@ def run_with_key(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
         return _draw_into_out(key, func, args, kwargs)
     home = _find_table(func)
     if home is None:
-        raise _no_keyed_form_error(func)
+        raise _make_no_keyed_form_error(func)
     name = func.overloadpacket.__name__
     if home is NEW:
         return _draw_new(key, name, func, args, kwargs)
@@ -92,7 +92,7 @@ def _find_table(func: Any) -> dict | None:
     return FILL if name.removesuffix("_") in FILL else None
 
 
-def _no_keyed_form_error(func: Any) -> NotImplementedError:
+def _make_no_keyed_form_error(func: Any) -> NotImplementedError:
     rows = [("operator", str(func)), ("asked for", "draws that depend on a key")]
     return documented_error(NotImplementedError, "no-keyed-draw")(
         f"{func.overloadpacket.__name__} draws inside a kernel that takes no keys.\n"

@@ -38,11 +38,11 @@ from forall._compat.wrapper_tensor import get_strides as strides_of
 from forall._core import nested_tensor
 from forall._core.divergence import CannotMerge
 from forall._core.errors import (
-    escaped_value_error,
     format_columns,
     format_repr_marks,
     format_short,
-    no_memory_error,
+    make_escaped_value_error,
+    make_no_memory_error,
 )
 from forall._core.escaped_values import (
     call_without_mode,
@@ -178,9 +178,9 @@ class BatchedTensor(Wrapper):
             return getattr(rest, name)(*args, **kwargs)
         if self.axis is not None:
             if is_escape_from(self.level):
-                raise escaped_value_error(f"x.{name}()", self, self.level.origin)
+                raise make_escaped_value_error(f"x.{name}()", self, self.level.origin)
             if name not in READS:
-                raise no_memory_error(name, self, self.level.size)
+                raise make_no_memory_error(name, self, self.level.size)
         if name in READS:
             self.refuse_history(name)
         notify_host_read()
@@ -189,7 +189,9 @@ class BatchedTensor(Wrapper):
         if name not in READS:
             with no_dispatch(), functions_off():
                 return getattr(self.value, name)(*args, **kwargs)
-        value = self.level.concretize(self, lambda: no_memory_error(name, self, self.level.size))
+        value = self.level.concretize(
+            self, lambda: make_no_memory_error(name, self, self.level.size)
+        )
         with no_dispatch(), functions_off():
             if self.axis is None or name == "tolist":
                 return getattr(value, name)(*args, **kwargs)
@@ -209,7 +211,7 @@ class BatchedTensor(Wrapper):
         if has_torch_function_class(types):
             return call_users_classes(func, types, args, kwargs or {})
         if getattr(func, "__name__", "") in ENTRYWISE:
-            raise escaped_value_error(f"x.{func.__name__}()", args[0], args[0].level.origin)
+            raise make_escaped_value_error(f"x.{func.__name__}()", args[0], args[0].level.origin)
         return call_without_mode(func, args, kwargs or {}, AFTER_EXIT_CALLS.get(func))
 
     @classmethod
@@ -235,7 +237,7 @@ def replace_ended_args(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dic
     left = replace_escaped_args(args, kwargs)
     for a in pytree.get_leaves(left):
         if type(a) is BatchedTensor and is_escape_from(a.level):
-            raise escaped_value_error(func, a, a.level.origin)
+            raise make_escaped_value_error(func, a, a.level.origin)
     return left
 
 

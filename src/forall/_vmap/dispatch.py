@@ -41,7 +41,7 @@ from forall._compat.tensor_subclass import (
 )
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core import nested_tensor
-from forall._core.errors import collective_error, note_missing_axis
+from forall._core.errors import make_collective_error, note_missing_axis
 from forall._core.levels import (
     activate_level,
     alias_for_autograd,
@@ -366,7 +366,7 @@ def run_shared_operator(level: VmapLevel, func: Any, args: tuple, kwargs: dict) 
         return special(level, func, args, kwargs)
     fact = get_facts(func)
     if fact.is_collective:
-        raise collective_error("vmap", func)
+        raise make_collective_error("vmap", func)
     if fact.seeded or (fact.writes and not fact.mutates):
         return resolve_handler(func)(level, func, args, kwargs)
     if fact.into_lists:

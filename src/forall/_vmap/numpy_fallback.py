@@ -10,7 +10,7 @@ from forall._compat import numpy_interop, pytree
 from forall._compat.dispatch_state import functions_off
 from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper, unwrap_all
-from forall._core.errors import data_dependent_error
+from forall._core.errors import make_data_dependent_error
 from forall._core.host_reads import notify_host_read
 from forall._core.levels import run_outside
 from forall._core.looped_operators import note_looped_operator
@@ -80,10 +80,10 @@ def _rewrap_results(func: Any, results: list, levels: list) -> Any:
         if all(r == head for r in results):
             return head
         if not isinstance(head, (bool, int, float, complex)):
-            raise data_dependent_error(_format_numpy_name(func), "Compute it outside vmap.")
+            raise make_data_dependent_error(_format_numpy_name(func), "Compute it outside vmap.")
     with functions_off(), run_outside(levels[0]):
         tensors = [torch.as_tensor(numpy_interop.to_tensors(r)) for r in results]
         if any(t.shape != tensors[0].shape for t in tensors):
             what = f"the shape that {_format_numpy_name(func)} gives"
-            raise data_dependent_error(what, "Use an operation with a result of fixed shape.")
+            raise make_data_dependent_error(what, "Use an operation with a result of fixed shape.")
         return rewrap_examples(torch.stack(tensors), levels)

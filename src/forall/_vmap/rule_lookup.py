@@ -25,7 +25,7 @@ from forall._compat.op_schema import (
     get_facts,
 )
 from forall._compat.private_api import DispatchKey, get_decompositions, has_kernel
-from forall._core.errors import DataDependentError, collective_error
+from forall._core.errors import DataDependentError, make_collective_error
 from forall._core.levels import run_outside
 from forall._core.looped_operators import note_looped_operator
 from forall._core.version_counter import bump_versions
@@ -58,7 +58,7 @@ def _make_counting_handler(write: Any) -> Any:
 def _find_handler(func: Any) -> tuple[Any, str]:
     fact = get_facts(func)
     if fact.is_collective:
-        raise collective_error("vmap", func)
+        raise make_collective_error("vmap", func)
     if fact.mutates:
         if torch.Tag.inplace_view in func.tags:
             return _refuse_operator, "error"

@@ -195,7 +195,7 @@ def _take_out_result(
     with functions_off():
         rank = r.dim() + 1
     if not -rank <= place < rank:
-        raise mapped_inputs.make_out_dim_error(places.call, r, place)
+        raise mapped_inputs.make_missing_place_error(places.call, r, place)
     made = boundary.example_to_stack(r, place % rank, level)
     memory = id(getattr(r, "family", None) or r)
     if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both

@@ -16,7 +16,7 @@ from forall._compat.dispatch_state import (
 from forall._compat.private_api import count_dispatch_modes
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.divergence import CannotMerge
-from forall._core.errors import data_dependent_error
+from forall._core.errors import make_data_dependent_error
 from forall._core.levels import set_acting_level, stack, top
 from forall._vmap.active_set.merge import (
     UndefinedForExamples,
@@ -396,7 +396,7 @@ def _restrict_to_set(world: ActiveSet, t: Tensor) -> Tensor:
 def read_number(t: Tensor) -> Any:
     """The Python number of all examples that run; where they differ, they run again in groups."""
     return concretize_number(
-        t, lambda: data_dependent_error("a number", "Use a tensor instead of the number.")
+        t, lambda: make_data_dependent_error("a number", "Use a tensor instead of the number.")
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import find_functional, find_written_tensors, get_facts
 from forall._core.axes import pad_rank
-from forall._core.errors import format_columns, format_short, shared_write_error
+from forall._core.errors import format_columns, format_short, make_shared_write_error
 from forall._vmap.batched_tensor import BatchedTensor, batch_alias_family, replace_stack
 from forall._vmap.mutation.mutation_log import count_write
 from forall._vmap.mutation.pending_updates import is_external
@@ -141,10 +141,12 @@ def get_writable_stack(level: Any, func: Any, target: Any, data: list) -> Tensor
     """The target's stack (B, *S) to write into, with an axis if the examples will differ in it."""
     count_write(target)
     if not (type(target) is BatchedTensor and target.level is level):
-        raise shared_write_error(str(func), target, [d for d in data if is_mapped(d, level)])
+        raise make_shared_write_error(str(func), target, [d for d in data if is_mapped(d, level)])
     if target.axis is None:
         if target.is_external:
-            raise shared_write_error(str(func), target, [d for d in data if is_mapped(d, level)])
+            raise make_shared_write_error(
+                str(func), target, [d for d in data if is_mapped(d, level)]
+            )
         batch_alias_family(target, level.size)
     if target.is_external:
         if level.state.logs_writes:

@@ -33,7 +33,12 @@ from forall._compat.op_schema import (
 from forall._compat.private_api import DispatchKey, has_kernel
 from forall._compat.storage import get_storage_id
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.errors import collective_error, format_columns, format_short, shared_write_error
+from forall._core.errors import (
+    format_columns,
+    format_short,
+    make_collective_error,
+    make_shared_write_error,
+)
 from forall._core.levels import top
 from forall._vmap import registry
 from forall._vmap.batched_tensor import AliasFamily, BatchedTensor
@@ -319,7 +324,7 @@ def _classify_access(func: Any) -> str:
     """The kind of access that an operator has to older tensors among its arguments."""
     fact, name = get_facts(func), func.overloadpacket.__name__
     if fact.is_collective:
-        raise collective_error("vmap", func)
+        raise make_collective_error("vmap", func)
     kind = _WRITES if fact.writes else _READS
     if (
         fact.view
@@ -426,7 +431,7 @@ def _log_addition(level: Any, func: Any, args: tuple, kwargs: dict, update: Any)
 def log_step(level: Any, func: Any, target: Tensor, step: AffineUpdate) -> None:
     """Log a `AffineUpdate` that autograd does not see, for the end of the call."""
     if not (level.active and not level.records_on_value) or level.state.calls is not None:
-        raise shared_write_error(str(func), target, [])
+        raise make_shared_write_error(str(func), target, [])
     require_all_examples(level, func, target)
     level.state.mutation_log.log_update(func, target, lower_shared(target, level), step, level.size)
 

@@ -13,7 +13,7 @@ import torch
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.axes import pad_rank
 from forall._core.divergence import make_divergence
-from forall._core.errors import shared_write_error
+from forall._core.errors import make_shared_write_error
 from forall._core.levels import run_outside, top
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.mutation.rollback import clone_unlogged
@@ -195,10 +195,10 @@ def update_average(target: Tensor, data: Tensor, before: Tensor, times: int = 1)
         return
     require_all_examples(level, "batch_norm", target)
     if is_mapped(before, level):
-        raise shared_write_error("batch_norm", target, [before])
+        raise make_shared_write_error("batch_norm", target, [before])
     while isinstance(data, Wrapper) and data.level is not level and level.is_outside(data.level):
         if is_mapped(data, data.level):
-            raise shared_write_error("batch_norm", target, [data])
+            raise make_shared_write_error("batch_norm", target, [data])
         data = data.value  # of a jvp inside: statistics have no tangent
     mapped = is_mapped(data, level)
     with run_outside(level):
@@ -234,5 +234,5 @@ def require_all_examples(level: Any, func: Any, target: Tensor) -> None:
     root = level.root
     if root is not level:
         raise make_divergence(
-            root, [[*range(root.size)]], lambda: shared_write_error(str(func), target, [])
+            root, [[*range(root.size)]], lambda: make_shared_write_error(str(func), target, [])
         )

@@ -17,7 +17,7 @@ from forall._compat.dispatch_state import no_dispatch
 from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.axes import append_dims
-from forall._core.errors import data_dependent_error, shared_write_error
+from forall._core.errors import make_data_dependent_error, make_shared_write_error
 from forall._core.levels import has_any_tangent, lift, top
 from forall._vmap.batched_tensor import (
     BatchedTensor,
@@ -218,7 +218,7 @@ def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
         return NotImplemented
     cure = "Give the places as a list."
     places = concretize_for_user(
-        cuts, lambda: data_dependent_error("tensor_split at places in a tensor", cure)
+        cuts, lambda: make_data_dependent_error("tensor_split at places in a tensor", cure)
     )
     with no_dispatch():
         where = places.tolist()
@@ -302,7 +302,7 @@ def _set_data(x: Tensor, new: Tensor) -> Any:
                     "vmap: a lazy module makes its parameters in its first call, for all examples."
                     "\nCall it once outside vmap, on one example: net(xs[0])."
                 )
-            raise shared_write_error("x.data = ..", x, [new])
+            raise make_shared_write_error("x.data = ..", x, [new])
         return NotImplemented
     if has_any_tangent(x.value):
         raise documented_error(NotImplementedError, "tangent-lost")(

@@ -14,7 +14,7 @@ from forall._compat.assertions import require
 from forall._compat.dispatch_state import no_dispatch
 from forall._compat.shapes import broadcast_shapes
 from forall._core.axes import pad_rank
-from forall._core.errors import data_dependent_error
+from forall._core.errors import make_data_dependent_error
 from forall._vmap import concretize
 from forall._vmap.batched_tensor import wrap_stack
 from forall._vmap.registry import register_rows
@@ -41,7 +41,7 @@ def find_common_size(level: Any, sizes: Tensor, what: str, cure: str) -> int:
     ``sizes`` (B,) is a tensor one level down.
     """
     return concretize.concretize_number(
-        wrap_stack(sizes, 0, level), lambda: data_dependent_error(what, cure)
+        wrap_stack(sizes, 0, level), lambda: make_data_dependent_error(what, cure)
     )
 
 
@@ -50,7 +50,7 @@ def _local_scalar(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _make_read_error() -> Exception:
-    return data_dependent_error(
+    return make_data_dependent_error(
         "a tensor read as a Python number (.item(), bool(), int(), `if`, `while`)",
         "Use torch.where instead of `if`, and a tensor instead of the number.",
     )
@@ -141,7 +141,7 @@ def _unique(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _make_shape_error(func: Any) -> Exception:
-    return data_dependent_error(
+    return make_data_dependent_error(
         str(func), "Use torch.where or masks of fixed shape, or compute it outside vmap."
     )
 
@@ -192,7 +192,9 @@ def _make_check_handler(answer: Callable) -> Callable:
         found = answer(level, *args, **kwargs) if level.size else True
         if isinstance(found, bool):
             return found
-        return concretize.concretize_number(found, lambda: data_dependent_error(str(func), cure))
+        return concretize.concretize_number(
+            found, lambda: make_data_dependent_error(str(func), cure)
+        )
 
     return handler
 

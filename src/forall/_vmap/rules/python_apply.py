@@ -14,7 +14,7 @@ import torch
 from forall._compat.dispatch_state import functions_off
 from forall._compat.documented_error import documented_error
 from forall._compat.wrapper_tensor import ENTRYWISE, Wrapper
-from forall._core.errors import shared_write_error
+from forall._core.errors import make_shared_write_error
 from forall._core.levels import run_outside, top
 from forall._vmap.batched_tensor import BatchedTensor
 from forall._vmap.mutation.mutation_log import log_plain_read
@@ -48,7 +48,7 @@ def _make_apply(name: str) -> Any:
                 log_plain_read(f"x.{name}()", t)
         around = _list_levels()
         if find_logs(top()) and _is_shared_older(x):
-            raise shared_write_error(
+            raise make_shared_write_error(
                 f"x.{name}()", x, []
             )  # examples would see each other's results
         levels, root = find_mapped_levels(tensors), around[-1] if around else None

@@ -17,7 +17,7 @@ from forall._compat.op_schema import map_in_lists
 from forall._compat.private_api import pack_padded, pad_packed
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.axes import fold_axis
-from forall._core.errors import data_dependent_error
+from forall._core.errors import make_data_dependent_error
 from forall._vmap.batched_tensor import is_mapped_at_any, wrap_stack
 from forall._vmap.concretize import concretize_for_user
 from forall._vmap.registry import CALLS, DIRECT
@@ -119,7 +119,7 @@ def _read_plain(a: Any, what: str) -> Any:
     if is_mapped_at_any(a):
         return concretize_for_user(
             a,
-            lambda: data_dependent_error(
+            lambda: make_data_dependent_error(
                 f"to read {what} of a packed sequence",
                 "Pad to one length, and mask what is padded.",
             ),

@@ -13,7 +13,7 @@ from forall._compat.assertions import require
 from forall._compat.dispatch_state import no_dispatch
 from forall._compat.documented_error import documented_error
 from forall._compat.private_api import SPARSE_SUM
-from forall._core.errors import data_dependent_error
+from forall._core.errors import make_data_dependent_error
 from forall._core.sparse_operands import COMPRESSING
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.concretize import concretize_for_user
@@ -169,7 +169,7 @@ def _infer_size(indices: Tensor, dense: Any, size: tuple, checks: bool) -> torch
 
 
 def _make_size_error() -> Exception:
-    return data_dependent_error("torch.sparse_coo_tensor without a size", "Give it the size.")
+    return make_data_dependent_error("torch.sparse_coo_tensor without a size", "Give it the size.")
 
 
 def _make_layout_error(layout: Any) -> NotImplementedError:
