@@ -52,6 +52,13 @@ class DiffLeaves:
         if not self.at:
             raise argument_checks.make_no_tensor_error(call, self.leaves)
 
+    def without_leaves(self) -> DiffLeaves:
+        """Return the places and the tree alone, to unflatten results."""
+        made = DiffLeaves.__new__(DiffLeaves)
+        made.at, made.spec, made.tensors = self.at, self.spec, []
+        made.leaves = [None] * len(self.leaves)
+        return made
+
     def replace_tensors(self, new: Any) -> Any:
         """Return the tree with other tensors in the place of those that are differentiated."""
         return self._fill_leaves(list(self.leaves), new)

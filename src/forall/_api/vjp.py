@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from forall._api import argument_checks
 from forall._api.argnums import DiffLeaves
@@ -19,12 +21,14 @@ from forall._compat.dispatch_state import functions_off, is_functorch_wrapped
 from forall._compat.documented_error import documented_error
 from forall._compat.inference_mode import copy_if_inference
 from forall._compat.lazy_bits import pass_lazy_zeros
+from forall._compat.private_api import PLAIN
 from forall._compat.tensor_subclass import unwrap_posed
 from forall._compat.transform_call import call_transform
 from forall._compat.wrapper_tensor import has_history
 from forall._core.axes import move_axis_to_front
 from forall._core.errors import DataDependentError, TransformCall, warn_slow_path
 from forall._core.levels import Level, lift, run_outside, top
+from forall._core.python_state import UnguardedState, is_ours
 from forall._divergence import convert_if_running
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import wrap_stack
@@ -34,7 +38,9 @@ from forall._vmap.outer_graph import sum_leaving_cotangents
 from forall._vmap.vmap_level import CotangentLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from forall._jit.cache.replayed_pullback import ReplayedPullback
 
 
 @define_transform_at_point()
@@ -84,6 +90,11 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
             error.add_note("vjp runs at once: write vjp(f, x), not vjp(f)(x).")
         raise
 
+    vjp_fn = _make_vjp_fn(call, pull, has_aux)
+    return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
+
+
+def _make_vjp_fn(call: TransformCall, pull: GraphPullback, has_aux: bool) -> Callable:
     @functorch_interop.exclude_from_dynamo
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
@@ -95,7 +106,22 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         found = call_transform(pull.pull_back_at, top(), cots, retain_graph=retain_graph)
         return pull.moved.unflatten_results(found)
 
-    return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
+    vars(vjp_fn)["__forall_pullback__"] = PullbackRecord(pull, has_aux)
+    return vjp_fn
+
+
+class PullbackRecord(NamedTuple):
+    """A record of how a pull-back was made."""
+
+    pull: GraphPullback
+    has_aux: bool
+
+
+def find_pullback(x: Any) -> PullbackRecord | None:
+    """Return the record of a pull-back that `vjp` returned; None for any other function."""
+    if type(x) is not FunctionType or "__forall_pullback__" not in vars(x) or not is_ours(x):
+        return None  # attributes are copied to others (functools.wraps)
+    return vars(x)["__forall_pullback__"]
 
 
 def record_pullback(
@@ -201,15 +227,43 @@ class GraphPullback:
             )
         return reverse_mode.detach_from_run(found, run, outer)
 
+    def find_replayed(self) -> ReplayedPullback | None:
+        """Return the pull-back as a function of saved tensors, if the call was replayed."""
+        if self.level is not None or not self.outputs:
+            return None
+        if type(self.outputs[0].grad_fn).__name__ != _REPLAYED:
+            return None
+        from forall._jit.cache.replayed_pullback import find_replayed_pullback  # it takes long
+
+        return find_replayed_pullback(self.outputs, self.own)
+
     def _run_stacked(self, stacks: list) -> list:
         outer = torch.is_grad_enabled()
         with reverse_mode.record_autograd() as run, reverse_mode.hide_ended_tangents():
             run.include(self.run)
             stacks = [*map(copy_if_inference, stacks)]
-            found = self._pull_back_batched(
-                lambda ys, cots: reverse_mode.compute_gradients(ys, cots, self.own), stacks
-            )
+            found = self._run_stacked_replayed(stacks)
+            if found is None:
+                closes = None if any(map(has_history, stacks)) else run
+                found = self._pull_back_batched(
+                    lambda ys, cots: reverse_mode.compute_gradients(
+                        ys, cots, self.own, closes=closes
+                    ),
+                    stacks,
+                )
         return reverse_mode.detach_from_run(found, run, outer)
+
+    def _run_stacked_replayed(self, stacks: list) -> list | None:
+        """Pull back by the program of a replayed call; return None if that cannot be done."""
+        if any(type(s) not in PLAIN or s.requires_grad or is_functorch_wrapped(s) for s in stacks):
+            return None
+        replayed = self.find_replayed()
+        if replayed is None:
+            return None
+        try:
+            return self._pull_back_batched(lambda _, cots: replayed.pull_back(cots), stacks)
+        except Exception:  # noqa: BLE001 - an operator without a form for examples: the graph has it
+            return None
 
     def _pull_back_batched(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
         """Return the results of ``pull`` for N cotangents of each output: (N, *I), or None."""
@@ -277,6 +331,84 @@ class GraphPullback:
         if axis is None:
             return value.expand(level.size, *value.shape)
         return move_axis_to_front(value, axis)
+
+
+_REPLAYED = "ReplayFunctionBackward"  # the class of the nodes of replayed calls
+
+
+class BoundPullback(UnguardedState):
+    """A placeholder for pull-backs of one program, which differ in what they have saved.
+
+    It holds no tensors, and nothing of the function that was pulled back. ``originals`` has the
+    pull-backs that are in use, by the first tensor that was read of each.
+    """
+
+    originals: ClassVar[WeakIdKeyDictionary] = WeakIdKeyDictionary()
+
+    def __init__(self, record: PullbackRecord, replayed: ReplayedPullback) -> None:
+        self.count = len(replayed.saved)
+        self._replayed = replayed._replace(saved=())
+        self._moved = record.pull.moved.without_leaves()
+        self._out_spec, self._has_aux = record.pull.out_spec, record.has_aux
+
+    def bind(self, saved: Sequence[torch.Tensor]) -> Callable:
+        """Return the pull-back that has saved these tensors.
+
+        What it cannot do without a graph ends a recording, and is up to the original.
+        """
+        original = self.originals.get(saved[0])
+        replayed = self._replayed._replace(saved=tuple(saved))
+        pull = _SavedPullback(replayed, self._moved, self._out_spec)
+        run = _make_vjp_fn(TransformCall("vjp", None), pull, self._has_aux)
+
+        def run_or_refuse(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(*args, **kwargs)
+            except Exception:
+                _UNSEEN.clone()
+                if original is None:
+                    raise
+            return original(*args, **kwargs)
+
+        return run_or_refuse
+
+
+class _SavedPullback(GraphPullback):
+    """A pull-back that is the program of a replayed call, without a graph."""
+
+    def __init__(self, replayed: ReplayedPullback, moved: DiffLeaves, out_spec: Any) -> None:
+        self.moved, self.out_spec = moved, out_spec
+        self.outputs = [
+            torch.empty_strided(like.shape, like.strides, dtype=like.dtype, device=like.device)
+            for like in replayed.get_output_layouts()
+        ]
+        self.own, self.level, self._replayed = [], top(), replayed
+
+    def find_replayed(self) -> ReplayedPullback | None:
+        return self._replayed
+
+    def _run(self, cots: list, retain_graph: bool) -> list:
+        if not retain_graph:
+            raise _NeedsGraph  # it will be freed
+        self._check_history(cots)
+        return self._replayed.pull_back([*map(copy_if_inference, cots)])
+
+    def _run_stacked(self, stacks: list) -> list:
+        self._check_history(stacks)
+        return self._pull_back_batched(
+            lambda _, cots: self._replayed.pull_back(cots), [*map(copy_if_inference, stacks)]
+        )
+
+    def _check_history(self, cotangents: list) -> None:
+        if any(map(has_history, cotangents)):
+            raise _NeedsGraph
+
+
+class _NeedsGraph(Exception):  # noqa: N818 - the original answers
+    """A pull-back without a graph is asked for what only a graph has."""
+
+
+_UNSEEN = torch.zeros(1)  # a recording ends where it is read: nobody told where it comes from
 
 
 def _pull_back_duals(pull: Callable[[list], list], duals: list, level: jvp_level.JvpLevel) -> list:

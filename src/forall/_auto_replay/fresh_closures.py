@@ -52,6 +52,7 @@ from torch.nn import Module
 
 from forall._api.execution.function_record import RECORD
 from forall._api.execution.transform_decorator import find_transform
+from forall._api.vjp import BoundPullback, PullbackRecord, find_pullback
 from forall._compat import pytree
 from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
 from forall._core.python_state import (
@@ -67,6 +68,8 @@ from forall._core.reachable import list_slots
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
+
+    from forall._jit.cache.replayed_pullback import ReplayedPullback
 
 MOST = 256  # functions in the table, the last ones
 _DEEPEST = 8  # nested closures; a function that is deeper is taken to hold itself
@@ -91,10 +94,14 @@ _GIVEN = _SINGLE | _TREES
 
 
 class FreshClosure(NamedTuple):
-    """The parts of a function: ``same``, which make up its key, and ``given``, the bound values."""
+    """The parts of a function: ``same``, which make up its key, and ``given``, the bound values.
+
+    ``kept`` are calls that a recorded program keeps, if the key has one.
+    """
 
     same: list
     given: list
+    kept: dict[Any, Any] | None = None
 
     def home(self) -> Module | None:
         """Return a module that the cache of such functions is kept with, or None."""
@@ -111,7 +118,9 @@ def may_be_fresh_closure(func: Any) -> bool:
     how = find_transform(func)
     if how is not None:
         return may_be_fresh_closure(how.func)
-    return type(func) is functools.partial or _has_bound_values(func)
+    if type(func) is functools.partial or _has_bound_values(func):
+        return True
+    return find_pullback(func) is not None
 
 
 def read_fresh_closure(func: Any) -> FreshClosure | None:
@@ -119,13 +128,17 @@ def read_fresh_closure(func: Any) -> FreshClosure | None:
     reading = _ClosureReader()
     try:
         reading.root(func)
-    except _CannotShare:
+    except CannotShare:
         return None
-    return FreshClosure(reading.same, reading.given)
+    return FreshClosure(reading.same, reading.given, reading.kept)
 
 
 def rebuild_closure(func: Any, given: Iterator | None = None) -> Any:
-    """Return a copy of a function with the bound values ``given``; without them, a template."""
+    """Return a copy of a function with the bound values ``given``; without them, a template.
+
+    Raises:
+        CannotShare: for a template of a pull-back whose graph has been freed.
+    """
     if _is_tuple_of_functions(func):
         return tuple(rebuild_closure(x, given) for x in func)
     if type(func) in _GIVEN or _is_plain_namedtuple(func):
@@ -133,6 +146,11 @@ def rebuild_closure(func: Any, given: Iterator | None = None) -> Any:
     how = find_transform(func)
     if how is not None:
         return how.make(rebuild_closure(how.func, given))
+    pull = find_pullback(func)
+    if pull is not None:
+        return BoundPullback(pull, _find_replayed(pull))
+    if type(func) is BoundPullback:
+        return func if given is None else func.bind([next(given) for _ in range(func.count)])
     if type(func) is WeakBox:
         return func.of()
     if is_users_object(func):
@@ -147,20 +165,21 @@ def rebuild_closure(func: Any, given: Iterator | None = None) -> Any:
     return _rebuild_function(func, given) if _has_bound_values(func) else func
 
 
-class _CannotShare(Exception):  # noqa: N818 - no error: nothing is kept
+class CannotShare(Exception):  # noqa: N818 - no error: nothing is kept
     """A part of a function that another function with the same code need not have."""
 
 
 class _ClosureReader:
     def __init__(self) -> None:
         self.same, self.given = [], []
+        self.kept: dict[Any, Any] | None = None
 
     def root(self, func: Any) -> None:
         how = find_transform(func)
         if how is not None:
             self.same.append(_intern_key(how.key))
             self.root(how.func)
-        elif type(func) is functools.partial:
+        elif type(func) is functools.partial or find_pullback(func) is not None:
             self.part(func, 0)
         elif _has_bound_values(func):
             self.function(func, 1)
@@ -169,23 +188,23 @@ class _ClosureReader:
         elif is_users_object(func.__self__ if type(func) is MethodType else func):
             self.part(func, 0)
         else:
-            raise _CannotShare
+            raise CannotShare
 
     def part(self, x: Any, depth: int) -> None:
         kind = type(x)
         if _is_tuple_of_functions(x):
             if depth > _DEEPEST:
-                raise _CannotShare
+                raise CannotShare
             self.same += [kind, len(x)]
             for inner in x:
                 self.part(inner, depth + 1)
         elif kind in _GIVEN or _is_plain_namedtuple(x):
             if kind not in _SINGLE and not _is_tree_of_plain_leaves(x):
-                raise _CannotShare
+                raise CannotShare
             self.same.append(BoundValue)
             self.given.append(x)
         elif depth > _DEEPEST:
-            raise _CannotShare
+            raise CannotShare
         elif kind is functools.partial:
             self.same += [kind, len(x.args), *x.keywords]
             for inner in (x.func, *x.args, *x.keywords.values()):
@@ -193,6 +212,8 @@ class _ClosureReader:
         elif (how := find_transform(x)) is not None:
             self.same.append(_intern_key(how.key))
             self.part(how.func, depth + 1)
+        elif (pull := find_pullback(x)) is not None:
+            self.pullback(x, pull)
         elif _has_bound_values(x):
             self.function(x, depth + 1)
         elif isinstance(x, (Module, ModuleType, *_WORDS)) or x is UNSET or _is_module_level(x):
@@ -203,11 +224,19 @@ class _ClosureReader:
         elif is_users_object(x):
             self.same.append(ref(x))
         else:
-            raise _CannotShare
+            raise CannotShare
+
+    def pullback(self, func: Any, pull: PullbackRecord) -> None:
+        found = _find_replayed(pull)
+        BoundPullback.originals[found.saved[0]] = func
+        key = found.outputs, found.gradients, pull.has_aux
+        self.same += [found.recorded, _intern_key(key), *[BoundValue] * len(found.saved)]
+        self.given += found.saved
+        self.kept = found.recorded.derivative.calls
 
     def function(self, func: FunctionType, depth: int) -> None:
         if vars(func).keys() - _OF_OURS or func.__kwdefaults__ or may_rebind(func.__code__):
-            raise _CannotShare
+            raise CannotShare
         names = func.__globals__
         self.same += [func.__code__, names]
         for x in func.__defaults__ or ():
@@ -219,6 +248,13 @@ class _ClosureReader:
         for name in find_bound_globals(func):
             self.same.append(name)
             self.part(names[name], depth)
+
+
+def _find_replayed(pull: PullbackRecord) -> ReplayedPullback:
+    found = pull.pull.find_replayed()
+    if found is None or not found.saved:
+        raise CannotShare
+    return found
 
 
 def find_bound_globals(func: FunctionType) -> tuple[str, ...]:
@@ -322,7 +358,7 @@ def _is_module_level(x: Any) -> bool:
 def _intern_key(key: Hashable) -> Hashable:
     """Return the first of all equal keys, so that keys can be compared by identity."""
     if key is None:
-        raise _CannotShare
+        raise CannotShare
     if len(_keys) >= _MANY:
         _keys.clear()
     return _keys.setdefault(key, key)

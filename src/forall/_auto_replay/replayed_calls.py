@@ -141,14 +141,18 @@ class Calls:
         arguments = cache_info.describe_arguments(args, kwargs) if is_replayed else ".."
         return cache_info.describe_entry(name, newest, arguments).text
 
-    def _make_replays(self, func: Any, eager: Callable) -> AutoReplayCache:
+    def _make_replays(self, func: Any, eager: Callable) -> AutoReplayCache | None:
         # It imports the recorder, which takes long.
         from forall._auto_replay.policy import AutoReplayCache
 
         if self.same is None:
             self.replays = AutoReplayCache(functools.partial(eager, func))
         else:
-            run = functools.partial(_call_template, eager, fresh_closures.rebuild_closure(func))
+            try:
+                template = fresh_closures.rebuild_closure(func)
+            except fresh_closures.CannotShare:  # a call of it has freed a graph
+                return None
+            run = functools.partial(_call_template, eager, template)
             if fresh_closures.BoundValue not in self.same:
                 run = functools.partial(run, ())
             in_table = self.home is not None and self.home.kept is fresh_closures.table
@@ -263,8 +267,10 @@ def _get_calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
 
 def _get_closure_calls(made: fresh_closures.FreshClosure, key: Any) -> Calls:
     """Return the calls of all fresh closures with these parts."""
-    module = made.home()
-    kept: dict[Any, Any] = fresh_closures.table if module is None else get_record(module).calls
+    kept = made.kept
+    if kept is None:
+        module = made.home()
+        kept = fresh_closures.table if module is None else get_record(module).calls
     key = (*map(id, made.same), key)
     calls = kept.get(key)
     if calls is None:

@@ -112,7 +112,7 @@ def _write_target(outs: Any) -> str:
 
 def compile_python(graph: Subgraph) -> Callable:
     """Return the function of a subgraph: Python text, then TorchScript if that is called often."""
-    nodes = tile_pointwise(graph, _compile_part)
+    nodes = tile_pointwise(graph, compile_part)
     graph = graph._replace(nodes=nodes)
     # Operators are recorded with their devices; a default device's mode would only cost time.
     below = "_below()" if find_default_device() is None else "_below(), _unseen()"
@@ -122,7 +122,7 @@ def compile_python(graph: Subgraph) -> Callable:
     return switch_when_warm(_compile_text(graph, below), graph)
 
 
-def _compile_part(graph: Subgraph) -> Callable:
+def compile_part(graph: Subgraph) -> Callable:
     """Return the function of a subgraph that is called from one that has set up the modes."""
     return _compile_text(graph, None)
 

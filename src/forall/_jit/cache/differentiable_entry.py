@@ -147,12 +147,20 @@ class Derivative:
         self.outputs = OutputMap(program, back, views)
         live = {*back.live}
         self._live = [i in live for i in back.moved]
+        self.calls: dict[Any, Any] = {}  # of functions that capture a pull-back of this
+        self.plain: tuple[Callable | None] | None = None  # see `replayed_pullback`
         found = [n for n in back.gradients if n is not None]
         self.saved = SavedTensors(program, self.halves, self.outputs, found)
         wanted = _index_by_number(back.wanted)
         self.gradients = [wanted.get(n) for n in program.given_values]
         self._run: Any = None
-        self._layouts = [program.values[n].layout for n in back.cotangents]
+        self.cotangent_layouts = [program.values[n].layout for n in back.cotangents]
+
+    @property
+    def live_places(self) -> list[int]:
+        """The places of the outputs that the backward half takes cotangents of, in its order."""
+        moves = zip(self.outputs.moves, self._live, strict=True)
+        return [place for place, lives in moves if lives]
 
     def compile_halves(self, program: Program, compile_graph: Callable) -> Callable:
         """Make functions of both halves; return that of the forward half."""
@@ -187,7 +195,10 @@ class Derivative:
     ) -> list[Tensor | None]:
         """Run the backward half; return a gradient or None for each tensor that wants one."""
         live = filter(_is_given, cotangents)
-        laid = [_match_strides(c, layout) for c, layout in zip(live, self._layouts, strict=False)]
+        laid = [
+            match_strides(c, layout)
+            for c, layout in zip(live, self.cotangent_layouts, strict=False)
+        ]
         with functions_off():  # function modes are to see the user's passes alone
             found = iter(self._run(*saved, *laid))
         return [None if n is None else next(found) for n in self.back.gradients]
@@ -239,11 +250,11 @@ def _make_getter(places: Sequence[int]) -> Callable[[Sequence], tuple]:
     return (lambda hand: (hand[places[0]],)) if places else (lambda _: ())
 
 
-def _match_strides(t: Tensor, layout: Layout) -> Tensor:
+def match_strides(t: Tensor, layout: Layout) -> Tensor:
     """Return a cotangent with the strides of the recorded one, copied if necessary."""
     if t.stride() == layout.strides and not (t.is_conj() or t.is_neg()):
         return t
-    made = torch.empty_strided(
+    made = t.new_empty_strided(
         layout.shape, layout.strides, dtype=layout.dtype, device=layout.device
     )
     return made.copy_(t)
