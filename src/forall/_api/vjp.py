@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from forall._api import argument_checks
 from forall._api.argnums import DiffLeaves
@@ -28,7 +27,7 @@ from forall._compat.wrapper_tensor import has_history
 from forall._core.axes import move_axis_to_front
 from forall._core.errors import DataDependentError, TransformCall, warn_slow_path
 from forall._core.levels import Level, lift, run_outside, top
-from forall._core.python_state import UnguardedState, is_ours
+from forall._core.python_state import is_ours
 from forall._divergence import convert_if_running
 from forall._vmap import boundary
 from forall._vmap.batched_tensor import wrap_stack
@@ -38,7 +37,7 @@ from forall._vmap.outer_graph import sum_leaving_cotangents
 from forall._vmap.vmap_level import CotangentLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from forall._jit.cache.replayed_pullback import ReplayedPullback
 
@@ -90,11 +89,13 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
             error.add_note("vjp runs at once: write vjp(f, x), not vjp(f)(x).")
         raise
 
-    vjp_fn = _make_vjp_fn(call, pull, has_aux)
+    vjp_fn = make_vjp_fn(call, pull, has_aux)
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
 
 
-def _make_vjp_fn(call: TransformCall, pull: GraphPullback, has_aux: bool) -> Callable:
+def make_vjp_fn(call: TransformCall, pull: GraphPullback, has_aux: bool) -> Callable:
+    """Return the function of cotangents that `vjp` returns for a pull-back."""
+
     @functorch_interop.exclude_from_dynamo
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
@@ -334,81 +335,6 @@ class GraphPullback:
 
 
 _REPLAYED = "ReplayFunctionBackward"  # the class of the nodes of replayed calls
-
-
-class BoundPullback(UnguardedState):
-    """A placeholder for pull-backs of one program, which differ in what they have saved.
-
-    It holds no tensors, and nothing of the function that was pulled back. ``originals`` has the
-    pull-backs that are in use, by the first tensor that was read of each.
-    """
-
-    originals: ClassVar[WeakIdKeyDictionary] = WeakIdKeyDictionary()
-
-    def __init__(self, record: PullbackRecord, replayed: ReplayedPullback) -> None:
-        self.count = len(replayed.saved)
-        self._replayed = replayed._replace(saved=())
-        self._moved = record.pull.moved.without_leaves()
-        self._out_spec, self._has_aux = record.pull.out_spec, record.has_aux
-
-    def bind(self, saved: Sequence[torch.Tensor]) -> Callable:
-        """Return the pull-back that has saved these tensors.
-
-        What it cannot do without a graph ends a recording, and is up to the original.
-        """
-        original = self.originals.get(saved[0])
-        replayed = self._replayed._replace(saved=tuple(saved))
-        pull = _SavedPullback(replayed, self._moved, self._out_spec)
-        run = _make_vjp_fn(TransformCall("vjp", None), pull, self._has_aux)
-
-        def run_or_refuse(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return run(*args, **kwargs)
-            except Exception:
-                _UNSEEN.clone()
-                if original is None:
-                    raise
-            return original(*args, **kwargs)
-
-        return run_or_refuse
-
-
-class _SavedPullback(GraphPullback):
-    """A pull-back that is the program of a replayed call, without a graph."""
-
-    def __init__(self, replayed: ReplayedPullback, moved: DiffLeaves, out_spec: Any) -> None:
-        self.moved, self.out_spec = moved, out_spec
-        self.outputs = [
-            torch.empty_strided(like.shape, like.strides, dtype=like.dtype, device=like.device)
-            for like in replayed.get_output_layouts()
-        ]
-        self.own, self.level, self._replayed = [], top(), replayed
-
-    def find_replayed(self) -> ReplayedPullback | None:
-        return self._replayed
-
-    def _run(self, cots: list, retain_graph: bool) -> list:
-        if not retain_graph:
-            raise _NeedsGraph  # it will be freed
-        self._check_history(cots)
-        return self._replayed.pull_back([*map(copy_if_inference, cots)])
-
-    def _run_stacked(self, stacks: list) -> list:
-        self._check_history(stacks)
-        return self._pull_back_batched(
-            lambda _, cots: self._replayed.pull_back(cots), [*map(copy_if_inference, stacks)]
-        )
-
-    def _check_history(self, cotangents: list) -> None:
-        if any(map(has_history, cotangents)):
-            raise _NeedsGraph
-
-
-class _NeedsGraph(Exception):  # noqa: N818 - the original answers
-    """A pull-back without a graph is asked for what only a graph has."""
-
-
-_UNSEEN = torch.zeros(1)  # a recording ends where it is read: nobody told where it comes from
 
 
 def _pull_back_duals(pull: Callable[[list], list], duals: list, level: jvp_level.JvpLevel) -> list:

@@ -52,7 +52,8 @@ from torch.nn import Module
 
 from forall._api.execution.function_record import RECORD
 from forall._api.execution.transform_decorator import find_transform
-from forall._api.vjp import BoundPullback, PullbackRecord, find_pullback
+from forall._api.vjp import PullbackRecord, find_pullback
+from forall._auto_replay.bound_pullback import BoundPullback
 from forall._compat import pytree
 from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
 from forall._core.python_state import (

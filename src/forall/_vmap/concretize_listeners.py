@@ -62,6 +62,12 @@ def notify_listeners(truths: Truths | None = None) -> None:
         listener.on_concretize(frame, truths)
 
 
+def end_recordings(why: str) -> None:
+    """End recordings of the call that runs: it runs eagerly, for the reason ``why``."""
+    for listener in stack.listening:
+        listener.give_up(why)
+
+
 def notify_if_traced() -> None:
     """Tell the listeners, only if a tracer is on, that numbers of each example are kept."""
     if trace_modes.is_tracer_on():

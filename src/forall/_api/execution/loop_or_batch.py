@@ -36,6 +36,7 @@ from forall._core.divergence import TimeExceeded
 from forall._core.errors import format_columns, name_of, warn_slow_path
 from forall._core.levels import stack
 from forall._divergence import is_running
+from forall._vmap.concretize_listeners import end_recordings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -419,8 +420,7 @@ def run_cheaper(
         return together(call)
     times = get_times(code, call)
     if diverged_at is not None and stack.listening and times.loops_again():
-        for listener in stack.listening:
-            listener.give_up("its examples diverge, and take less time one after another")
+        end_recordings("its examples diverge, and take less time one after another")
     if not python_loop.may_run_as_loop(call, bindings):
         return together(call)
     if config.now.strategy == "loop" or times.may_get_faster() or times.loops():

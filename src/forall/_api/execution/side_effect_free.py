@@ -277,13 +277,23 @@ def _read_code(code: CodeType) -> _CodeNames | None:
     for constant in code.co_consts:
         if type(constant) is tuple and not _KEYWORDS.isdisjoint(map(str, constant)):
             return None
+    calls = _group_calls(code)
     counts: dict[tuple[str, tuple[str, ...]], float] = {}
     for way, read in zip(ways, read_at, strict=True):
-        counts[way] = max(counts.get(way, 0), _count_arguments(code, read))
+        counts[way] = max(counts.get(way, 0), _count_arguments(calls, read))
     return _CodeNames(counts, changes or writes, writes)
 
 
-def _count_arguments(code: CodeType, read: Instruction) -> float:
+def _group_calls(code: CodeType) -> dict[Any, list[Instruction]]:
+    """Return the calls in code by the line and column of their beginning."""
+    found: dict[Any, list[Instruction]] = collections.defaultdict(list)
+    for i in instructions_of(code):
+        if i.opname.startswith("CALL") and i.positions is not None:
+            found[i.positions[0::2]].append(i)
+    return found
+
+
+def _count_arguments(calls: dict[Any, list[Instruction]], read: Instruction) -> float:
     """Return how many arguments a function is called with where an instruction has read it.
 
     It is inf where the function is not called at once, or with ``*args``. A call begins where its
@@ -292,15 +302,12 @@ def _count_arguments(code: CodeType, read: Instruction) -> float:
     begin = read.positions
     if begin is None or begin.end_lineno is None:
         return inf
-    calls = [
-        (i.positions.end_lineno, i.positions.end_col_offset, i.opname, i.arg)
-        for i in instructions_of(code)
-        if i.opname.startswith("CALL")
-        and i.positions is not None
-        and i.positions[0::2] == begin[0::2]
-        and i.positions[1::2] > begin[1::2]
+    ends = [
+        (i.positions[1::2], i.opname, i.arg)
+        for i in calls.get(begin[0::2], ())
+        if i.positions is not None and i.positions[1::2] > begin[1::2]
     ]
-    _, _, name, count = min(calls, default=(0, 0, "", None))
+    _, name, count = min(ends, default=((), "", None))
     return inf if count is None or name == "CALL_FUNCTION_EX" else count
 
 
@@ -463,7 +470,7 @@ class _PurityReader:
         elif kind is FunctionType:
             if value.__name__ in _TRANSFORMS and is_ours(value):
                 return
-            if not pure_functions.is_known_function(value):
+            if not _is_known_function(value):
                 self.function(value)
             elif _count_harmless(value) < inf:  # its arguments are not known here
                 raise _DoubtError

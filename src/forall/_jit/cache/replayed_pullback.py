@@ -60,11 +60,9 @@ class ReplayedPullback(NamedTuple):
         """Return the gradients of all inputs, by operators on the cotangents of all outputs."""
         derivative = self.recorded.derivative
         by_place = dict(zip(self.outputs, cotangents, strict=True))
-        layouts = derivative.cotangent_layouts
-        given = [by_place[i] for i in derivative.live_places]
+        live = zip(derivative.live_places, derivative.cotangent_layouts, strict=True)
         with functions_off():
-            given = [c.to(layout.dtype) for c, layout in zip(given, layouts, strict=True)]
-            laid = [match_strides(c, layout) for c, layout in zip(given, layouts, strict=True)]
+            laid = [match_strides(by_place[i].to(layout.dtype), layout) for i, layout in live]
             found = self.run(*self.saved, *laid)
         return [found[i] for i in self.gradients]
 

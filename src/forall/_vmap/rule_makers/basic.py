@@ -277,16 +277,13 @@ def call_per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
     Kernels may refuse or, silently, ignore strides. So what the function has made is laid out as in
     the loop, where an example has no gaps for the others.
     """
-    for a in (*args, *kwargs.values()):
-        for b in a if isinstance(a, (list, tuple)) else (a,):
-            if is_mapped(b, level):
-                b.lay_out_alone()
     writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # into rows of a stack
 
     def pick(a: Any, i: int) -> Any:
         if is_mapped(a, level):
             if not level.size:
                 return make_blank_example(a)[0]
+            a.lay_out_alone()
             example = a.value.select(a.axis, i)
             return example if writes else _as_allocated(example)
         if type(a) is BatchedTensor and a.level is level:
