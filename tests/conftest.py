@@ -25,6 +25,7 @@ from forall._jit import deadline
 from forall._jit.backends import torchscript
 from sampling import SAMPLED, is_in_sample
 
+pytest.register_assert_rewrite("golden")  # which then shows how two texts differ
 REPLAY = forall.config.replay
 # What is measured would run one way today and another tomorrow.
 forall.config.strategy = os.environ.get("FORALL_STRATEGY") or "together"

@@ -1,4 +1,4 @@
-"""`jacobian` equals `jacrev` and `jacfwd`, whichever mode it takes, and calls its function once."""
+"""`jacobian` equals `jacrev` and `jacfwd`, and calls its function once; keywords of all three."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the operators say: the call, the leaf, the cure."""
+"""What `cond`, `while_loop`, `scan` and their kin say: the call, the leaf, the cure."""
 
 import pytest
 import torch

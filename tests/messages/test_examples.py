@@ -1,4 +1,4 @@
-"""What is said of one example: that it failed, that its time is over, that it has no memory."""
+"""What is said of one example: it failed, it is used after the call, it has no memory."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What `jvp`, `linearize`, `jacfwd` and `hessian` say. Error types are those of torch.func."""
+"""What `jvp`, `linearize`, `jacfwd` and `hessian` say of arguments, tangents and results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What transforms say about names, results of one call, trees, and parts of the Hessian."""
+"""What `vmap` says about results; and transforms about names, trees, and parts of the Hessian."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What `grad`, `grad_and_value`, `vjp` and `jacrev` say. Error types are those of torch.func."""
+"""What `grad`, `grad_and_value`, `vjp` and `jacrev` say of arguments, cotangents and results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What `vmap` says about its arguments and results. Error types are those of torch.func."""
+"""What `vmap` says about its arguments and options, also `out_dims`."""
 
 import functools
 

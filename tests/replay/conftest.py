@@ -19,7 +19,11 @@ def at_once(monkeypatch):
 
 @pytest.fixture
 def hits(monkeypatch):
-    """The names of the functions, or the classes of the modules, of which a call was replayed."""
+    """The name of the function of each replayed call; to count calls, take the length.
+
+    The function is the one that is recorded: the user's, its module's class, or one of forall's, as
+    `compute_jacobian` of `jacrev`.
+    """
     found, original = [], AutoReplayCache.replay_entry
 
     def noted(self, *args):

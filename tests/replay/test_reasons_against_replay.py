@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ import forall
 
 GENERATOR = random.Random(0)
 CLOCK = time.perf_counter
+DRAW = random.random  # a method in C, which does not say its module itself
+DRAW_UNBOUND = random.Random.random
 TABLE = {"clock": [time.perf_counter]}
 
 
@@ -90,6 +93,18 @@ def by_generator(x):
     return x * y.random()
 
 
+def by_function_of_pythons_library(x):
+    return x * secrets.randbelow(3)
+
+
+def by_method_in_c(x):
+    return x * DRAW()
+
+
+def by_unbound_method_in_c(x):
+    return x * DRAW_UNBOUND(GENERATOR)
+
+
 def by_attribute(x):
     return MODEL(x)
 
@@ -133,6 +148,15 @@ REASONS = {
     by_generator: (
         "by_generator uses GENERATOR, which is an object of class random.Random",
         "y = GENERATOR",
+    ),
+    by_function_of_pythons_library: (
+        "by_function_of_pythons_library uses secrets.randbelow",
+        "secrets.randbelow(3)",
+    ),
+    by_method_in_c: ("by_method_in_c uses DRAW, which is random.Random.random", "x * DRAW()"),
+    by_unbound_method_in_c: (
+        "by_unbound_method_in_c uses DRAW_UNBOUND, which is _random.Random.random",
+        "x * DRAW_UNBOUND(",
     ),
     by_attribute: (
         "Timed.forward uses .clock, which is time.perf_counter",

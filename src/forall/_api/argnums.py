@@ -133,7 +133,7 @@ def replace_arguments(args: tuple, kwargs: dict, places: ArgPlaces, new: Any) ->
 def describe_call(
     verb: str, func: Callable, argnums: Any, argnames: Any, *, holomorphic: bool = False
 ) -> TransformCall:
-    """Return the call for error messages, with the options that select arguments."""
+    """Return the call for error messages, with the options that change the derivatives."""
     which = {"argnums": argnums} if argnames is None else {"argnames": argnames}
     return TransformCall(verb, func, **which, **({"holomorphic": True} if holomorphic else {}))
 

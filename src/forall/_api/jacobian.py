@@ -377,7 +377,7 @@ def _make_jacobian(
     error: type[Exception],
     torchs: str,  # the transform of torch.func that does the same
     mesh: DeviceMesh | None,
-    **options: Any,  # its further options
+    **options: Any,  # further ones of that transform
 ) -> Callable:
     """Return a function that runs a call: the blocks of ``sweep``, and the value or aux."""
     beside = has_aux or return_value

@@ -7,10 +7,18 @@ place. The guards see values alone, so the names are read from the code once the
 from __future__ import annotations
 
 import inspect
-from types import FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forall._compat.call_site import SourceLine
+from forall._compat.private_api import module_of
 from forall._core.python_state import UNSET, cell_contents_of
 from forall._jit.guards.attribute_names import SKIPPED_OPS
 from forall._jit.guards.import_sources import ImportReader, has_imports
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from forall._jit.tracing.coverage import FullCoverage
+
+_METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
 
 class NamedValue(NamedTuple):
@@ -52,7 +62,7 @@ def describe_value(value: Any) -> str:
     name = getattr(value, "__qualname__", None)
     if name is None:
         return f"an object of class {type(value).__module__}.{type(value).__qualname__}"
-    return f"{getattr(value, '__module__', None) or ''}.{name}".lstrip(".")
+    return f"{_get_module_name(value)}.{name}".lstrip(".")
 
 
 def iterate_named_values(func: FunctionType, ran: FullCoverage) -> Iterator[NamedValue]:
@@ -97,6 +107,19 @@ def find_named_value(
         if not isinstance(found.value, FunctionType) and can_reach_ids({id(wanted)}, held):
             return found
     return None
+
+
+def _get_module_name(value: Any) -> str:
+    """Return the name of a value's module; for a method in C, which has none, its class's."""
+    name = module_of(value)
+    if name:
+        return name
+    if isinstance(value, _METHODS):
+        return module_of(value.__objclass__)
+    if isinstance(value, BuiltinFunctionType):
+        owner = value.__self__
+        return module_of(owner if isinstance(owner, type) else type(owner))
+    return ""
 
 
 def _collect_variables(func: FunctionType) -> dict[str, Any]:

@@ -90,7 +90,10 @@ def module_name_of(func: FunctionType) -> str:
 
 
 def is_library_module(module: str) -> bool:
-    """True if this is the name of a module of one of the known libraries."""
+    """True if this is the name of a module of torch, numpy and the few others in `_LIBRARIES`.
+
+    Python's own library is not among these; `is_not_users_module` has it too.
+    """
     return module.partition(".")[0] in _LIBRARIES
 
 
