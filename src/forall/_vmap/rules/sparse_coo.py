@@ -1,4 +1,4 @@
-"""Rules of sparse COO tensors: the batch axis is one more sparse dim, in front.
+"""Rules of sparse COO tensors, and of the indices that make them: the batch axis is in front.
 
 The examples may have different numbers of entries. Other sparse layouts are refused.
 """
