@@ -430,12 +430,72 @@ P = weakref.proxy(c)
 f: x * P.k
 > c.k = 3.
 
-# -weak reference
+# weak reference
 class C: k = 2.
 c = C()
 P = weakref.ref(c)
 f: x * P().k
 > c.k = 3.
+
+# method of a weak reference's object
+class C:
+ def __init__(self): self.k = [2.]
+ def twice(self): return 2 * self.k[0]
+c = C()
+P = weakref.ref(c)
+f: x * P().twice()
+> c.k[0] = 3.
+
+# function that a weak reference's object names
+class C: pass
+def two(): return G[0]
+G, c = [2.], C()
+c.of = two
+P = weakref.ref(c)
+f: x * P().of()
+> G[0] = 3.
+
+# -clock that a weak reference's object reads
+import time
+class C:
+ def now(self): return time.time()
+c = C()
+P = weakref.ref(c)
+f: x * (2. + (P().now() < 0))
+> pass
+
+# object of a weak reference that is gone
+class C: k = 2.
+c = C()
+P = weakref.ref(c)
+f: x * (1. if P() is None else P().k)
+> del c
+
+# position in a list
+I = iter([1., 2., 3.])
+f: x * operator.length_hint(I)
+> next(I)
+
+# list that an iterator reads
+L = [1., 2., 3.]
+I = iter(L)
+f: x * operator.length_hint(I) * L[0]
+> L[0] = 5.
+
+# position in a tuple, a range and a reversed list
+I = [iter((1., 2.)), iter(range(3)), reversed([1.])]
+f: x * sum(map(operator.length_hint, I))
+> next(I[1])
+
+# -iterator that a call moves
+I = iter([1.] * 99)
+f: x * next(I)
+> next(I)
+
+# -position in a zip
+I = zip([1., 2.], [3., 4.])
+f: x * len(type(I).__name__)
+> next(I)
 
 # ~exception
 E = ValueError([2.])

@@ -39,9 +39,9 @@ from forall._auto_replay.named_values import (
     find_named_value,
     iterate_named_values,
 )
-from forall._compat import pure_functions
+from forall._compat import pure_functions, tensordict
 from forall._compat.call_site import SourceLine
-from forall._compat.private_api import PLAIN
+from forall._compat.private_api import PLAIN, module_of
 from forall._core.python_state import (
     SETTERS,
     UNSET,
@@ -53,12 +53,13 @@ from forall._core.python_state import (
     is_ours,
     may_rebind,
     may_rebind_by,
+    module_name_of,
 )
 from forall._core.reachable import CONTAINERS, DICT_VIEWS, WRAPPERS, is_ndarray
 from forall._jit.deadline import STEPS_PER_CLOCK_READ, TOO_LONG, clock
 from forall._jit.guards.attribute_names import NAMES_OF_ANY_LOOKUP, SKIPPED_OPS, find_text_lookups
 from forall._jit.guards.import_sources import ImportReader, has_imports
-from forall._jit.guards.leaves import LOGGING_CLASSES, LRU_CACHE, is_environment
+from forall._jit.guards.leaves import LOGGING_CLASSES, LRU_CACHE, SEQUENCE_ITERATORS, is_environment
 from forall._jit.guards.module_names import ATTRIBUTES, find_dotted_names, is_users_module
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ def find_impurity(guards: Guards, *, stands_in: bool = False) -> str | None:
         return guards.why or guards.ran.why
     reading, ran = _CodeReader(guards), guards.ran
     reached = [*guards.list_visited()]
+    why = _find_effect_of_tensordict(ran, reached)
+    if why is not None:
+        return why
     for i, value in enumerate(reached):
         if not i % STEPS_PER_CLOCK_READ and clock() > guards.until.call:
             return TOO_LONG
@@ -102,6 +106,30 @@ def find_impurity(guards: Guards, *, stands_in: bool = False) -> str | None:
         if is_read and stands_in and _may_rebind(ran, value.__code__):
             return f"{value.__qualname__} rebinds names of another function's"
     return _find_unreached_code(ran, reached)
+
+
+def _find_effect_of_tensordict(ran: FullCoverage, reached: Iterable[Any]) -> str | None:
+    """The reason if a function of tensordict's may do more than make collections of others.
+
+    Which of its many functions run is known for observed calls alone: methods that its own code
+    calls are not reached.
+    """
+    if not ran.seen:
+        if any(tensordict.is_of_tensordict(_find_home(value)) for value in reached):
+            return "uses tensordict, and was not watched while it ran"
+        return None
+    codes = ran.list_library_codes()
+    odd = next(
+        (f"{home}.{c.co_qualname}" for c, home in codes if tensordict.has_effects(c, home)), None
+    )
+    return odd and f"it runs {odd}"
+
+
+def _find_home(value: Any) -> str:
+    """Return the name of the module of a function, of a class, or of an object's class."""
+    if isinstance(value, FunctionType):
+        return module_name_of(value)
+    return module_of(value if isinstance(value, type) else type(value))
 
 
 def _describe_doubt(reading: _CodeReader, reached: list[Any], found: Any) -> str:
@@ -365,7 +393,7 @@ def _walk_with_modules(
 
 def _is_certain(value: Any) -> bool:
     kind: Any = type(value)
-    if kind in CONTAINERS or kind in _WRAPPERS or kind in DICT_VIEWS:
+    if kind in CONTAINERS or kind in _WRAPPERS or kind in DICT_VIEWS or kind in SEQUENCE_ITERATORS:
         return True
     if pure_functions.is_inert(value) or is_ndarray(value):
         return True
@@ -388,7 +416,7 @@ def _is_certain(value: Any) -> bool:
         known = pure_functions.is_trusted_base(getattr(value, "__objclass__", object))
         return known and value.__name__ not in NAMES_OF_ANY_LOOKUP | pure_functions.TELLING
     if isinstance(value, ReferenceType):
-        return type(value()) in PLAIN  # torch's recurrent layers have such references to weights
+        return type(value()) in PLAIN or _is_certain(value())
     if pure_functions.is_trusted_value(value):
         return True
     return pure_functions.is_trusted_base(kind) if is_not_users(kind) else True

@@ -38,6 +38,7 @@ from forall._compat.private_api import (
     functions_pass,
     module_of,
 )
+from forall._compat.tensordict import is_pure_module
 from forall._compat.versions import LATER_QUESTIONS
 
 if TYPE_CHECKING:
@@ -364,6 +365,7 @@ def is_trusted_value(value: Any) -> bool:
         return (
             home.partition(".")[0] in _MODULES | _OF_PYTHON
             or (home == "builtins" and value.__name__ in BUILTINS)
+            or is_pure_module(home)
             or home.startswith(_HOMES_OF_FUNCTIONS)
             or (value.__name__ == "__new__" and is_trusted_base(getattr(value, "__self__", object)))
         )
@@ -402,6 +404,7 @@ def _is_trusted_class(kind: type) -> bool:
         return issubclass(kind, kinds) or kind is type(numpy.dtype)
     return (
         module in _MODULES
+        or is_pure_module(module)
         or module.startswith(_CLASSES)
         or kind in _BASES
         or _is_collections_namedtuple(kind)
@@ -441,6 +444,7 @@ def is_trusted_base(kind: type) -> bool:
     return (
         kind in _BASES
         or module in ("typing", "typing_extensions", "enum", "abc")
+        or is_pure_module(module)
         or module.startswith(_CLASSES)
         or (module == "builtins" and kind.__name__ in BUILTINS)
         or _is_collections_namedtuple(kind)

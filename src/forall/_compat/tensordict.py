@@ -8,6 +8,7 @@ without an import of tensordict.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,22 @@ from forall._compat.documented_error import documented_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import CodeType
+
+# Parts of tensordict that do more than make collections of others: they read and write files,
+# share memory, run other processes, keep graphs of CUDA.
+_HAVE_EFFECTS = re.compile(
+    r"tensordict\.(.*memmap|persistent|store|_ucxx|_archive|_datasets|_reductions|_?tabular|_arrow"
+    r"|_safetensors|_base\.serialization|_base\.distributed|nn\.cudagraphs|prototype|_?testing)\b.*"
+)
+# Functions of the other parts that do.
+_HAS_EFFECTS = re.compile(
+    r"(?!is_|_is_|_leaf_is_|_maybe_|_check_|load_state_dict|_load_from_state_dict)"
+    r".*(memmap|share_memory|pin_mem|save|dump|load|send|recv|remote|all_gather|all_reduce"
+    r"|gather_and_stack|consolidate|executor|multithread|proc_|print)"
+    r"|_?(map|map_iter|reduce|scatter|broadcast|record_stream|data_ptr|int_generator)"
+    r"|(to|from)_(csv|h5|json|pandas|parquet|store|zarr)"
+)
 
 
 def _has_tensordict(spec: TreeSpec) -> bool:
@@ -35,6 +52,37 @@ def _has_collection(spec: TreeSpec) -> bool:
 def _is_lazy_stack(spec: TreeSpec) -> bool:
     """Return True for a lazy stack: a collection of collections, each with its own tensors."""
     return isinstance(spec._context, dict) and "stack_dim" in spec._context
+
+
+def is_of_tensordict(module: str) -> bool:
+    """Return True for the name of a module of tensordict's."""
+    return module.partition(".")[0] == "tensordict"
+
+
+def is_pure_module(module: str) -> bool:
+    """Return True for a module of tensordict's that only makes collections of others."""
+    return is_of_tensordict(module) and _HAVE_EFFECTS.fullmatch(module) is None
+
+
+def has_effects(code: CodeType, module: str) -> bool:
+    """Return True for code of tensordict's with effects besides on collections and tensors."""
+    return is_of_tensordict(module) and (
+        not is_pure_module(module)
+        or _HAS_EFFECTS.fullmatch(code.co_name) is not None
+        or (module == "tensordict._utils_options" and code.co_name in ("set", "__exit__"))
+    )
+
+
+def is_context_value(value: Any) -> bool:
+    """Return True for an immutable object in the context of a collection's node."""
+    kind = type(value)
+    return kind.__module__ == "tensordict._pytree" and not kind.__dictoffset__
+
+
+def is_setting(value: Any) -> bool:
+    """Return True for an object that holds one of tensordict's settings, as its ``_mode``."""
+    kind = type(value)
+    return kind.__name__ == "_ContextManager" and is_of_tensordict(kind.__module__)
 
 
 def find_params_class() -> Any:
@@ -90,7 +138,7 @@ def _get_batch_size(spec: TreeSpec) -> Any:
     """Return the dims that the tensors of a collection share; None for any other node."""
     kept = spec._context
     size = kept.get("batch_size") if isinstance(kept, dict) else None
-    return getattr(size, "batch_size", None)
+    return size if isinstance(size, torch.Size) else getattr(size, "batch_size", None)
 
 
 def _replace_dims(spec: TreeSpec, dims: Iterator, new: list, gone: int) -> tuple[TreeSpec, set]:

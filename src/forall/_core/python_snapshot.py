@@ -24,6 +24,7 @@ import torch
 from torch.nn import Module
 
 from forall._compat.private_api import module_of
+from forall._compat.tensordict import is_of_tensordict
 from forall._core import communication_log
 from forall._core.python_state import (
     CONSTRUCTORS,
@@ -387,7 +388,10 @@ def _choose_visitor(kind: type) -> Callable[[PythonSnapshot, Any], None] | None:
 def _choose_for_attributes(kind: type) -> Callable[[PythonSnapshot, Any], None]:
     """Return the method that takes the attributes of objects of a class."""
     is_from_library = is_library_object(kind) and not issubclass(kind, Module)
-    if is_from_library or not kind.__dictoffset__:  # the latter make their `__dict__` themselves
+    is_collection = is_of_tensordict(module_of(kind))  # of the user's tensors, which it may nest
+    if (
+        is_from_library and not is_collection
+    ) or not kind.__dictoffset__:  # the latter make their `__dict__` themselves
         return PythonSnapshot._visit_library_object
     return PythonSnapshot._visit_object
 

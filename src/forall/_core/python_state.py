@@ -31,7 +31,7 @@ class WeakBox(UnguardedState):
 
 
 _LIBRARIES = frozenset(
-    {"builtins", "torch", "numpy", "forall", "functools", "math", "typing_extensions"}
+    {"builtins", "torch", "numpy", "forall", "functools", "math", "typing_extensions", "tensordict"}
     | {"pybind11_builtins"}  # the module of base classes of torch's
 )
 

@@ -75,6 +75,7 @@ from forall._jit.guards.import_sources import find_imports
 from forall._jit.guards.leaves import (
     LOGGING_CLASSES,
     LRU_CACHE,
+    SEQUENCE_ITERATORS,
     can_reach_ids,
     get_hint_parts,
     is_alive,
@@ -88,6 +89,7 @@ from forall._jit.guards.leaves import (
     make_cache_test,
     may_have_attributes,
     read_buffer,
+    read_position,
 )
 from forall._jit.guards.library_globals import (
     LibraryWalk,
@@ -224,6 +226,8 @@ class _GuardWalk:
             self.guards.why = (
                 "the function reaches an iterator, and nothing tells how far that has come"
             )
+        elif type(value) in SEQUENCE_ITERATORS:
+            self._visit_iterator(value)
         elif is_environment(value):
             self.state.watch_entries(os.environ._data)
         elif is_buffer(value):
@@ -289,6 +293,11 @@ class _GuardWalk:
         now = value.get(UNSET)
         self.state.others.append(lambda: value.get(UNSET) is now)
         self.walk.left += [now, *gc.get_referents(value)]  # the default of the variable among these
+
+    def _visit_iterator(self, value: Any) -> None:
+        now = read_position(value)
+        self.state.others.append(lambda: read_position(value) == now)
+        self.walk.left += value.__reduce__()[1]
 
     def _visit_logger(self, value: Any) -> None:
         self.state.attributes.append((value, "__class__", type(value)))

@@ -36,7 +36,8 @@ import torch
 
 from forall._compat import pytree
 from forall._compat.private_api import OpOverload, OpOverloadPacket, module_of
-from forall._core.python_state import UnguardedState, is_not_users
+from forall._compat.tensordict import is_context_value
+from forall._core.python_state import UnguardedState, is_library_object, is_not_users
 from forall._core.reachable import DICT_VIEWS, WRAPPERS, list_own_attributes
 from forall._jit.guards.leaves import LRU_CACHE
 
@@ -137,6 +138,7 @@ class KeyMaker:
         self.nodes: list[Any] = []
         self._places = {id(x): i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         self._met: dict[int, int] = {}
+        self._inner: dict[int, int] = {}  # places of the containers in the one that is looked at
 
     def make_key(self, x: Any) -> Any:
         """Return a hashable key that is equal for another value only if the two are the same."""
@@ -150,12 +152,16 @@ class KeyMaker:
             return kind, self.make_key(x.start), self.make_key(x.stop), self.make_key(x.step)
         elif kind in _SEQUENCES or (kind in _DICTS and not getattr(x, "__dict__", None)):
             return self._make_container_key(x)
+        elif id(x) in self._inner:
+            return kind, "inner", self._inner[id(x)]
         elif isinstance(x, torch.Tensor):
             if id(x) not in self._places:
                 raise UnfitArgument(
                     "an argument that holds a tensor out of sight of its class's leaves"
                 )
             return torch.Tensor, self._places[id(x)]
+        elif is_context_value(x):
+            return kind, *[self.make_key(value) for _, value in list_own_attributes(x)]
         elif _is_numpy_number(kind):
             return kind, x.dtype.str, x.tobytes()
         elif _is_object_method(x):  # each look-up makes a new bound method
@@ -187,10 +193,15 @@ class KeyMaker:
         state = list_own_attributes(node)
         if not state:
             return kept
+        if is_library_object(kind):
+            state.sort(key=_get_name)  # its class's functions make it with any order of these
         mine = {id(child): i for i, child in enumerate(children)}
-        return kept, tuple(
-            [(n, mine.get(id(v), -1), self._make_key_unless(mine, v)) for n, v in state]
-        )
+        self._inner = {
+            id(child): i for i, child in enumerate(children) if pytree.is_registered(type(child))
+        }
+        found = [(n, mine.get(id(v), -1), self._make_key_unless(mine, v)) for n, v in state]
+        self._inner = {}
+        return kept, tuple(found)
 
     def _make_key_unless(self, known: dict[int, int], value: Any) -> Any:
         return None if id(value) in known else self.make_key(value)
@@ -220,6 +231,9 @@ class KeyMaker:
             )
         if isinstance(x, (dt.datetime, dt.time)) and x.tzinfo is not None:
             self.make_key(x.tzinfo)
+
+
+_get_name = operator.itemgetter(0)
 
 
 def _is_object_method(x: Any) -> bool:

@@ -51,8 +51,11 @@ _IN_C = (WrapperDescriptorType, MethodDescriptorType)
 def is_c_iterator(value: Any) -> bool:
     """True for an iterator in C, whose position cannot be seen: to read from it would advance it.
 
-    The process's own input, to which libraries lead, and files open for writing are left out.
+    The process's own input, to which libraries lead, and files open for writing are left out. So
+    are iterators over a sequence, which tell their position.
     """
+    if type(value) in SEQUENCE_ITERATORS:
+        return False
     is_in_memory = isinstance(value, (io.StringIO, io.BytesIO))
     if (
         isinstance(value, io.IOBase)
@@ -64,6 +67,15 @@ def is_c_iterator(value: Any) -> bool:
     return any(
         isinstance(vars(kind).get(name), _IN_C) for kind in kinds for name in _ITERATOR_METHODS
     )
+
+
+# Iterators that tell by `__reduce__` of what they are, and how far they have come.
+SEQUENCE_ITERATORS = frozenset(map(type, (iter([]), iter(()), iter(range(0)), reversed([]))))
+
+
+def read_position(iterator: Any) -> Any:
+    """Return how far an iterator over a sequence has come; () once it has found the end."""
+    return iterator.__reduce__()[2:]
 
 
 def get_hint_parts(value: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forall._compat.private_api import OpOverload, OpOverloadPacket, module_of
+from forall._compat.tensordict import is_setting
 from forall._core.code_table import walk_codes
 from forall._core.python_state import (
     cell_contents_of,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 # Modules whose functions call others that bear on their results. What torch has around them (its
 # dispatch to subclasses, its compilers) is left out: it does not change results.
-_HOMES = ("torch",)
+_HOMES = ("torch", "tensordict")
 _AROUND = (
     "torch.overrides",
     "torch._dynamo",
@@ -124,6 +125,8 @@ class LibraryWalk:
             self.libraries.names.append((names, name, value))
             if isinstance(value, FunctionType):
                 self.left.append(value)
+            elif is_setting(value):
+                self.state.attributes.append((value, "_mode", value._mode))
             elif isinstance(value, (dict, list)) and id(value) not in self.walk.held:
                 self.walk.held[id(value)] = value
                 self._watch_registry(value)

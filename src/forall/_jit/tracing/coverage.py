@@ -44,6 +44,8 @@ MOST_OBSERVATIONS = (
 _BY_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 _BY_FRAME = frozenset({"_getframe", "currentframe"})
 _BY_ITSELF = frozenset({"__class__"})
+# A library may ask in each call which others are installed.
+_FIND_SPEC = sys.modules["_frozen_importlib"]._find_spec.__code__
 _NAMED = frozenset(dis.hasname)
 _CONSTANT = frozenset(dis.hasconst)
 
@@ -71,6 +73,10 @@ class FullCoverage:
 
     def list_codes(self) -> Iterable[CodeType]:
         """The code of all the user's functions that were seen to run."""
+        return ()
+
+    def list_library_codes(self) -> Iterable[tuple[CodeType, str]]:
+        """The code of libraries' functions that were seen to run, with their modules."""
         return ()
 
     def walk_inner_codes(self, code: CodeType) -> Iterable[CodeType]:
@@ -116,9 +122,10 @@ class ObservedCoverage(FullCoverage):
         self._until = until.call  # the time at which tracing stops
         self._lines = 0
         self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
-        self._libraries: set[CodeType] = set()
+        self._libraries: dict[CodeType, str] = {}  # their functions' code, with its module
         self._idle: set[CodeType] = set()  # code that was asked about and had not run
         self._tracers: dict[int, Callable | None] = {}
+        self._is_finding = False  # within the import system, which looks for a module
         self._met: list[CodeType] = []  # kept alive, so that no other code gets the same id
         self._read: dict[CodeType, list[dis.Instruction]] = {}
 
@@ -134,6 +141,11 @@ class ObservedCoverage(FullCoverage):
             self._met.clear()
 
     def _trace_call(self, frame: FrameType, event: str, arg: Any) -> Callable | None:
+        if self._is_finding:
+            return None
+        if frame.f_code is _FIND_SPEC:
+            self._is_finding = True
+            return self._trace_finder
         tracer = self._tracers.get(id(frame.f_code), self._trace_call)
         if tracer == self._trace_call:
             tracer = self._tracers[id(frame.f_code)] = self._make_tracer(frame)
@@ -145,6 +157,11 @@ class ObservedCoverage(FullCoverage):
         if tracer is not None:
             frame.f_trace_opcodes = True
         return tracer
+
+    def _trace_finder(self, frame: FrameType, event: str, arg: Any) -> Callable:
+        """Trace the search for a module: its finders, whosever they are, have no say in results."""
+        self._is_finding = event != "return"
+        return self._trace_finder
 
     def _check_deadline(self, frame: FrameType) -> None:
         """Count a line, and stop tracing after the deadline: traced Python runs much slower."""
@@ -165,12 +182,15 @@ class ObservedCoverage(FullCoverage):
         home = frame.f_globals.get("__name__") or ""
         made = home.startswith("namedtuple_")  # Python's generated code, in a module of its own
         if made or python_state.is_not_users_module(home) or _hashes_by_identity(frame):
-            self._libraries.add(frame.f_code)
+            self._libraries[frame.f_code] = home
             return None
         return _OffsetTracer(self._offsets.setdefault(frame.f_code, set()), self._check_deadline)
 
     def list_codes(self) -> Iterable[CodeType]:
         return self._offsets
+
+    def list_library_codes(self) -> Iterable[tuple[CodeType, str]]:
+        return self._libraries.items()
 
     def __le__(self, other: FullCoverage) -> bool:
         if not isinstance(other, ObservedCoverage):
@@ -178,7 +198,7 @@ class ObservedCoverage(FullCoverage):
         if self.why is not None:
             return False
         theirs = other._offsets
-        if not self._libraries.isdisjoint(other._idle):
+        if not self._libraries.keys().isdisjoint(other._idle):
             return False
         return all(code in theirs and ran <= theirs[code] for code, ran in self._offsets.items())
 
