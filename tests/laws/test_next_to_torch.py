@@ -229,6 +229,25 @@ def test_a_replayed_pull_back_inside_torch_func(monkeypatch):
         close(found, 2 * derivative.square() * DIRECTION)
 
 
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+@pytest.mark.parametrize("way", [forall.vmap, forall.jit, forall.grad])
+def test_a_value_that_torch_func_has_left_is_reached(way, monkeypatch):
+    monkeypatch.setattr(forall.config, "patience", 0)
+    left = []
+    torch.func.vmap(lambda x: (left.append(x), x * 2)[1])(torch.ones(3, 2))
+
+    def f(x, value=None):
+        return (x * len(left)).sum()
+
+    g = way(f) if way is not forall.vmap else forall.vmap(f, in_dims=(0, None))
+    for _ in range(9):
+        expected = torch.ones(3) if way is forall.grad else torch.tensor(3.0)
+        x = torch.ones(3, 1) if way is forall.vmap else torch.ones(3)
+        close(g(x, left[0]), torch.ones(3) if way is forall.vmap else expected)
+        if way is not forall.vmap:
+            close(g(x), expected)
+
+
 def test_a_pull_back_from_outside_both_is_refused():
     _, pull = forall.vjp(torch.sin, POINT)
 

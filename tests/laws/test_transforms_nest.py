@@ -349,6 +349,67 @@ def test_a_pull_back_can_be_used_again_and_under_any_transform(f):
     assert difference(over_vmap, truth.flip(0)) is None
 
 
+def gradient_of_bent(x):
+    return grad(lambda y: bent(y).square().sum())(x)
+
+
+OF_PULLED = {
+    "linear": lambda pulled: pulled.sum(),
+    "squared": lambda pulled: pulled.square().sum(),
+    "cubed": lambda pulled: (pulled**3 * pulled.sum()).sum(),
+}
+DERIVED = {
+    "grad": grad,
+    "grad of grad": lambda h: grad(lambda c: grad(h)(c).square().sum()),
+    "hessian": hessian,
+    "jvp of grad": lambda h: lambda c: jvp(grad(h), (c,), (c.cos(),))[1],
+    "jacrev of jacfwd": lambda h: jacrev(jacfwd(h)),
+    "autograd": lambda h: lambda c: _autograd(h, c),
+}
+
+
+def _autograd(h, c):
+    c = c.clone().requires_grad_()
+    return torch.autograd.grad(h(c), c)[0]
+
+
+# `tests/gaps` has those of a pull-back through a map that has ended.
+CASES = [
+    (f, derive)
+    for f in (torch.sin, bent, mapped_inside, gradient_of_bent)
+    for derive in DERIVED
+    if f is not mapped_inside or derive in ("hessian", "jvp of grad", "jacrev of jacfwd")
+]
+
+
+@pytest.mark.parametrize(("f", "derive"), CASES)
+@pytest.mark.parametrize("of_pulled", OF_PULLED)
+def test_derivatives_of_functions_of_a_pull_back_from_outside_are_the_loops(f, of_pulled, derive):
+    x = seeded(3)
+    y, pull = vjp(f, x)
+    cotangents = seeded(4, *y.shape) + 0.5
+    g = DERIVED[derive](lambda c: OF_PULLED[of_pulled](pull(c.sin())[0]))
+    truth = torch.stack([g(c) for c in cotangents])
+    assert difference(vmap(g)(cotangents), truth) is None
+    nested = vmap(vmap(g))(cotangents.unflatten(0, (2, 2)))
+    assert difference(nested, truth.unflatten(0, (2, 2))) is None
+
+
+@pytest.mark.parametrize("f", [torch.sin, bent, gradient_of_bent])
+def test_a_gradient_per_example_through_a_pull_back_leads_to_the_point(f):
+    """The point of the pull-back has a history of its own, outside the map."""
+
+    def slope(run):
+        x = seeded(3).requires_grad_()
+        y, pull = vjp(f, x)
+        cotangents = (seeded(4, *y.shape) + 0.5).requires_grad_()
+        g = grad(lambda c: pull(c.sin())[0].square().sum())
+        return torch.autograd.grad(run(g, cotangents).square().sum(), (x, cotangents))
+
+    truth = slope(lambda g, cotangents: torch.stack([g(c) for c in cotangents]))
+    assert difference(slope(lambda g, cotangents: vmap(g)(cotangents)), truth) is None
+
+
 def test_a_pull_back_made_under_vmap_works_there():
     xs, cs = seeded(4, 3), seeded(4, 2)
 

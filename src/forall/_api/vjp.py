@@ -189,9 +189,12 @@ class GraphPullback:
                 return _pull_back_duals(
                     lambda parts: self.pull_back_at(level.parent, parts), cots, level
                 )
-            stacks = [boundary.example_to_stack(c, 0, level) for c in cots]
-            pulled = self.pull_back_stacked(stacks, level.parent)
-            return [boundary.stack_to_example(g, 0, level) for g in pulled]
+            if any(c.axis is not None for c in cots):
+                stacks = [boundary.example_to_stack(c, 0, level) for c in cots]
+                pulled = self.pull_back_stacked(stacks, level.parent)
+                return [boundary.stack_to_example(g, 0, level) for g in pulled]
+            pulled = self.pull_back_at(level.parent, [*map(boundary.keep_shared, cots)])
+        return [lift(g, level) for g in pulled]  # the same for all examples
 
     def _is_inside(self, level: Level | None) -> bool:
         while level is not None and level is not self.level:

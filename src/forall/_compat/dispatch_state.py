@@ -359,6 +359,12 @@ def is_accumulating() -> bool:
     return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
 
 
+def runs_c_node() -> bool:
+    """Return True if a backward pass is at a node in C++, which calls no code of the user's."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch._C._FunctionBase)
+
+
 def get_accumulating_leaf() -> torch.Tensor | None:
     """Return the leaf whose gradient autograd is setting right now, or None."""
     return torch._C._current_autograd_node().variable if is_accumulating() else None

@@ -8,6 +8,7 @@ import torch
 from torch import serialization
 
 from forall._compat.device_threads import has_device_threads
+from forall._compat.dispatch_state import is_torch_func_value
 from forall._compat.private_api import PLAIN
 
 if TYPE_CHECKING:
@@ -17,8 +18,12 @@ _SAVES = serialization._legacy_save.__code__
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """Return True if a tensor is nothing but entries in memory, laid out by strides."""
-    return type(t) in PLAIN and t.layout is torch.strided and not t.is_quantized
+    """Return True if a tensor is nothing but entries in memory, laid out by strides.
+
+    A value of a transform of torch.func is not: it is a wrapper, also when that has ended.
+    """
+    is_laid_out = type(t) in PLAIN and t.layout is torch.strided and not t.is_quantized
+    return is_laid_out and not is_torch_func_value(t)
 
 
 def is_sole_owner(t: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from forall._compat.dispatch_state import (
     is_legacy_batched,
     is_torch_func_value,
     make_plain_alias,
+    runs_c_node,
 )
 from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts
@@ -83,6 +84,19 @@ def check_all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> No
                 "A transform of torch.func inside vmap does so with its argument.\n"
                 "Use forall's transform, or give it a clone made inside the function (.clone())."
             )
+
+
+def is_at_outer_node(level: VmapLevel, met: list[torch.Tensor]) -> bool:
+    """Return True in a backward pass at a node in C++ that autograd recorded outside ``level``.
+
+    A pull-back from outside was called on stacks, and is differentiated: its values stay outside.
+    """
+    return (
+        torch.is_grad_enabled()
+        and any(t.requires_grad and level_of(t) is not level for t in met)
+        and runs_c_node()
+        and not is_accumulating()
+    )
 
 
 def needs_boundary_node(tensor: torch.Tensor) -> bool:

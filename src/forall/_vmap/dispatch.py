@@ -306,6 +306,9 @@ class Operations(VmapLevel):
                 return wrap_stack(known, None, self)
             (func, args, kwargs), handler = known, None
         if met:
+            if found is not _MAPPED and boundary.is_at_outer_node(self, met):
+                plain = {k: lower_shared(a, self) for k, a in kwargs.items()}
+                return func(*[lower_shared(a, self) for a in args], **plain)
             boundary.check_all_shared(self, func, met)
             known = check_external_access(self, func, args, kwargs, found is _MAPPED, met)
             if known is not None:

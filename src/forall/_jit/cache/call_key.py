@@ -29,6 +29,7 @@ from forall._compat.dispatch_state import (
     has_users_tangents,
     in_torch_func,
     is_autocast,
+    is_torch_func_value,
 )
 from forall._compat.native_guards import make_state_check, make_tensor_check
 from forall._compat.private_api import PLAIN, count_dispatch_modes, hooks_on_saved
@@ -52,6 +53,8 @@ def make_argument_key(x: Any) -> Any:
     if kind in PLAIN:
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:
             raise UnfitArgument(f"an argument of layout {'nested' if x.is_nested else x.layout}")
+        if is_torch_func_value(x):
+            raise UnfitArgument("an argument that a transform of torch.func has left")
         return (
             kind,
             _make_attribute_key(x),
