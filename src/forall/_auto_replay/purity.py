@@ -15,6 +15,7 @@ numbers, files, the screen, a tensor's version.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from contextvars import ContextVar
@@ -34,6 +35,7 @@ from weakref import ReferenceType
 
 import torch
 
+from forall._auto_replay.identity_keys import uses_ids_as_keys
 from forall._auto_replay.named_values import (
     describe_value,
     find_named_value,
@@ -266,7 +268,8 @@ class _CodeReader:
         if not first:
             return self._check_attributes(way[1:])
         if first not in home:
-            return None if self._is_trusted_builtin(first) else f"uses {first}"
+            is_trusted = self._is_trusted_builtin(first) or (first == "id" and self._has_only_keys)
+            return None if is_trusted else f"uses {first}"
         value = home[first]
         for i, name in enumerate(way[1:], 1):
             if not isinstance(value, ModuleType):
@@ -286,6 +289,14 @@ class _CodeReader:
     def _check_attributes(self, names: Iterable[str]) -> str | None:
         telling = pure_functions.TELLING - _WATCHED if self.ran.seen else pure_functions.TELLING
         return next((f"asks for .{name}" for name in names if name in telling), None)
+
+    @functools.cached_property
+    def _has_only_keys(self) -> bool:
+        """True if the ids that an observed call asks for are seen by nobody."""
+        if not self.ran.seen:
+            return False
+        functions = [f for f in self.guards.list_visited() if self.has_to_be_read(f)]
+        return uses_ids_as_keys(functions, self.ran)
 
     def _is_trusted_builtin(self, name: str) -> bool:
         """True if a built-in function is trusted.

@@ -91,6 +91,14 @@ class FullCoverage:
         """True if a library's function, or all methods of a library's class, did not run."""
         return False
 
+    def list_call_sites(self, code: CodeType) -> Iterable[tuple[CodeType, int] | None]:
+        """The code and the offsets of the user's instructions that called; None for others."""
+        return (None,)
+
+    def has_missed_key(self, code: CodeType) -> bool:
+        """True if a KeyError may have left an instruction of this code."""
+        return True
+
     def list_instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
         return python_state.instructions_of(code)
 
@@ -121,7 +129,10 @@ class ObservedCoverage(FullCoverage):
         self.why: str | None = None  # the reason if the call was not observed to its end
         self._until = until.call  # the time at which tracing stops
         self._lines = 0
-        self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
+        # Of the user's functions; negative, by ``~``, for those that a KeyError left:
+        self._offsets: dict[CodeType, set[int]] = {}
+        self._sites: dict[CodeType, set[tuple[CodeType, int] | None]] = {}  # that called these
+        self._asked: set[CodeType] = set()  # code whose call sites were asked for
         self._libraries: dict[CodeType, str] = {}  # their functions' code, with its module
         self._idle: set[CodeType] = set()  # code that was asked about and had not run
         self._tracers: dict[int, Callable | None] = {}
@@ -156,12 +167,17 @@ class ObservedCoverage(FullCoverage):
         self._check_deadline(frame)
         if tracer is not None:
             frame.f_trace_opcodes = True
+            self._sites.setdefault(frame.f_code, set()).add(self._find_site(frame.f_back))
         return tracer
 
     def _trace_finder(self, frame: FrameType, event: str, arg: Any) -> Callable:
         """Trace the search for a module: its finders, whosever they are, have no say in results."""
         self._is_finding = event != "return"
         return self._trace_finder
+
+    def _find_site(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
+        is_seen = frame is not None and frame.f_code in self._offsets
+        return (frame.f_code, frame.f_lasti) if is_seen else None
 
     def _check_deadline(self, frame: FrameType) -> None:
         """Count a line, and stop tracing after the deadline: traced Python runs much slower."""
@@ -200,6 +216,8 @@ class ObservedCoverage(FullCoverage):
         theirs = other._offsets
         if not self._libraries.keys().isdisjoint(other._idle):
             return False
+        if any(self._sites.get(code, set()) - other._sites[code] for code in other._asked):
+            return False
         return all(code in theirs and ran <= theirs[code] for code, ran in self._offsets.items())
 
     def may_have_run(self, code: CodeType) -> bool:
@@ -221,6 +239,13 @@ class ObservedCoverage(FullCoverage):
         members = [getattr(value, "__func__", value) for value in vars(kind).values()]
         functions = [f for f in members if isinstance(f, FunctionType)]
         return bool(functions) and all(map(self.did_not_run, functions))
+
+    def list_call_sites(self, code: CodeType) -> Iterable[tuple[CodeType, int] | None]:
+        self._asked.add(code)
+        return self._sites.setdefault(code, set())
+
+    def has_missed_key(self, code: CodeType) -> bool:
+        return any(offset < 0 for offset in self._offsets.get(code, ()))
 
     @contextmanager
     def cache_instructions(self) -> Iterator[None]:
@@ -323,6 +348,8 @@ class _OffsetTracer:
             self.offsets.add(frame.f_lasti)
         elif event == "line":
             self.goes_on(frame)
+        elif event == "exception" and issubclass(arg[0], KeyError):
+            self.offsets.add(~frame.f_lasti)
         return self
 
 
