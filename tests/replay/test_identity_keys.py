@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("at_once")
 
 NET = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
 LEAST = 1000  # less than any address
+CALLS = 24  # some are observed, and some recorded in vain, before one is replayed
 LAST = {}
 
 
@@ -231,7 +232,8 @@ def passed_by_one_that_lists(x):
 
 
 def passed_under_another_name(x):
-    seen, called = {}, note
+    seen = {}
+    called = note
     called(x, seen)
     return x + (max(seen) > LEAST)
 
@@ -305,7 +307,8 @@ def tell_noted(x, seen):
 
 def by_an_alias(x):
     global noted_here  # noqa: PLW0603
-    seen, before = {}, noted_here
+    seen = {}
+    before = noted_here
     noted_here(x, seen)
     noted_here = tell_noted
     found = noted_here(x, seen)
@@ -314,7 +317,8 @@ def by_an_alias(x):
 
 
 def by_an_alias_in_a_module(x):
-    seen, here = {}, THIS
+    seen = {}
+    here = THIS
     noted_here(x, seen)
     before, here.noted_here = here.noted_here, tell_noted
     found = noted_here(x, seen)
@@ -323,7 +327,8 @@ def by_an_alias_in_a_module(x):
 
 
 def by_an_alias_that_is_set(x):
-    seen, before = {}, noted_here
+    seen = {}
+    before = noted_here
     noted_here(x, seen)
     setattr(THIS, "noted_here", tell_noted)  # noqa: B010
     found = noted_here(x, seen)
@@ -574,7 +579,7 @@ TELLING = [
 @pytest.mark.parametrize("f", AS_KEYS, ids=lambda f: f.__name__)
 def test_ids_that_are_keys_are_replayed(f):
     mapped = vmap(f)
-    for _ in range(8):
+    for _ in range(CALLS):
         xs = torch.randn(3, 2)
         assert same(mapped(xs), torch.stack([f(x) for x in xs]))
     assert "calls so far" in describe_replay(mapped)
@@ -583,7 +588,7 @@ def test_ids_that_are_keys_are_replayed(f):
 @pytest.mark.parametrize("f", TELLING, ids=lambda f: f.__name__)
 def test_ids_that_may_tell_an_address_are_not_replayed(f):
     mapped = vmap(f)
-    for _ in range(8):
+    for _ in range(CALLS):
         xs = torch.randn(3, 2)
         assert same(mapped(xs), torch.stack([f(x) for x in xs]))
     assert " uses id (" in describe_replay(mapped)
@@ -596,7 +601,7 @@ def test_ids_in_a_file_that_has_changed_are_not_replayed():
     linecache.cache[m.__name__] = len(shown), None, shown.splitlines(keepends=True), m.__name__
     exec(compile(ran, m.__name__, "exec"), vars(m))  # noqa: S102
     mapped = vmap(m.f)
-    for _ in range(8):
+    for _ in range(CALLS):
         mapped(torch.ones(3))
     assert " uses id (" in describe_replay(mapped)
 
@@ -609,7 +614,7 @@ def test_a_file_of_which_python_warns_is_compiled_without_a_warning(recwarn):
         code = compile(text, m.__name__, "exec")
     exec(code, vars(m))  # noqa: S102
     mapped = vmap(m.f)
-    for _ in range(8):
+    for _ in range(CALLS):
         assert same(mapped(torch.ones(3)), torch.full((3,), 2.0))
     assert "calls so far" in describe_replay(mapped)
     assert not recwarn.list
