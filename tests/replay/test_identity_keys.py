@@ -390,6 +390,21 @@ class Adding:
         return self.x
 
 
+def of_a_len_of_its_own(x):
+    len = max
+    seen = {id(x): 1}
+    return x + (len(seen) > LEAST)
+
+
+def as_one_of_the_rest(x):
+    seen = {id(x): 1}
+    return x + (find_most(x, seen) > LEAST)
+
+
+def find_most(x, *tables):
+    return max(tables[0])
+
+
 def by_named_stars(x):
     seen = {}
     note_if_asked(x, **{"seen": seen})  # noqa: PIE804
@@ -555,6 +570,8 @@ TELLING = [
     with_the_same_code,
     by_a_module,
     by_an_operator_of_a_class,
+    of_a_len_of_its_own,
+    as_one_of_the_rest,
     by_named_stars,
     by_stars,
     by_a_class,
