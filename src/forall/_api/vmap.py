@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,17 +46,17 @@ _TENSOR = {torch.Tensor}
 
 _USUAL = {"chunk_size": None, "divergence": "split", "ragged": False, "max_steps": None}
 _USUAL |= {"axis_name": None, "axis_size": None, "mesh": None}
+_PLAIN_DIMS = frozenset({int, NoneType})
 
 
 def _make_settled_calls(func: Callable, options: dict[str, Any]) -> SettledCalls | None:
     """Return the calls that run as the loop without checks; None for options that need checks."""
-    in_dims, out_dims, randomness = (options[n] for n in ("in_dims", "out_dims", "randomness"))
-    free = {"in_dims": in_dims, "out_dims": out_dims, "randomness": randomness}
-    if type(randomness) is not str or options != {**free, **_USUAL}:
+    if type(options["randomness"]) is not str or not _USUAL.items() <= options.items():
         return None
+    in_dims = options["in_dims"]
     dims = in_dims if type(in_dims) is tuple else (in_dims,)
-    is_plain = all(dim is None or type(dim) is int for dim in dims)
-    return SettledCalls(func, in_dims, out_dims) if is_plain else None
+    is_plain = _PLAIN_DIMS.issuperset(map(type, dims))
+    return SettledCalls(func, in_dims, options["out_dims"]) if is_plain else None
 
 
 @define_transform(settled=_make_settled_calls)

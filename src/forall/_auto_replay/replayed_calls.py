@@ -232,25 +232,35 @@ class CallFinder:
 
     def find_fixed(self) -> BoundCalls | None:
         """Return the calls if they stay the same; None if they are to be found for each call."""
-        known = self.key is not None and can_replay()
-        return None if known and fresh_closures.may_be_fresh_closure(self.func) else self.find()
+        if self.key is None or not can_replay():
+            return BoundCalls(Calls(), None)
+        if fresh_closures.may_be_fresh_closure(self.func):
+            return None
+        return self._look_up(is_fresh=False)
 
     def find(self) -> BoundCalls:
         """Return the calls, and the bound values of ``func`` if it is a fresh closure."""
-        func, key = self.func, self.key
-        if key is None or not can_replay() or count_dispatch_modes():  # a mode sees all operators
+        if self.key is None or not can_replay():
             return BoundCalls(Calls(), None)
+        return self._look_up()
+
+    def _look_up(self, *, is_fresh: bool = True) -> BoundCalls:
+        func, key = self.func, self.key
+        if count_dispatch_modes():  # a mode sees all operators
+            return BoundCalls(Calls(), None)
+        is_function = type(func) is FunctionType
         if type(func) is MethodType and isinstance(func.__self__, Module):
             kept, key = get_record(func.__self__).calls, (func.__func__, key)
             return BoundCalls(_get_calls(kept, key, fresh_closures.MOST), None)
-        made = fresh_closures.read_fresh_closure(func)
-        if made is not None:
-            return BoundCalls(_get_closure_calls(made, key), made.given)
         how = find_transform(func)
+        if is_fresh or not is_function or how is not None:
+            made = fresh_closures.read_fresh_closure(func)
+            if made is not None:
+                return BoundCalls(_get_closure_calls(made, key), made.given)
         if how is not None:
             return BoundCalls(_get_calls(how.calls().further, key, _MOST), None)
-        if isinstance(func, (FunctionType, Module)):
-            most = fresh_closures.MOST if isinstance(func, Module) else _MOST
+        if is_function or isinstance(func, Module):
+            most = _MOST if is_function else fresh_closures.MOST
             return BoundCalls(_get_calls(get_record(func).calls, key, most), None)
         self._own = self._own or Calls()
         return BoundCalls(self._own, None)
