@@ -220,6 +220,7 @@ CERTAIN = {
     "a context that does nothing": within_nothing,
     "names of a dict": lambda x: torch.stack([x * len(k) for k in KEYS]),
     "trees": lambda x: torch.utils._pytree.tree_map(torch.sin, {"a": x})["a"],
+    "threads between operators": lambda x: x * torch.get_num_interop_threads(),
     "an object with a handle": lambda x: hooked.scaled(x),
     "errors": lambda x: x if x.dim() else (_ for _ in ()).throw(ValueError("no")),
 }

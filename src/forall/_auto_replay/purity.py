@@ -321,6 +321,8 @@ class _CodeReader:
             return True
         if isinstance(value, ModuleType):
             return self._is_certain_module(value)
+        if pure_functions.is_state_query(value):  # in C: those in Python are trusted above
+            return self._is_trusted(value)
         what = type(value) if isinstance(value, LOGGING_CLASSES) else value
         return _is_certain(value) or self._is_idle(what) or self._is_uninstantiated(value)
 

@@ -147,6 +147,7 @@ QUESTIONS = frozenset(
         torch.are_deterministic_algorithms_enabled,
         torch.is_anomaly_enabled,
         torch.get_default_device,
+        torch.get_num_interop_threads,
         torch.cuda.is_available,
         torch.cuda.is_initialized,
         torch.cuda.device_count,

@@ -135,9 +135,9 @@ class ObservedCoverage(FullCoverage):
         self._asked: set[CodeType] = set()  # code whose call sites were asked for
         self._libraries: dict[CodeType, str] = {}  # their functions' code, with its module
         self._idle: set[CodeType] = set()  # code that was asked about and had not run
-        self._tracers: dict[int, Callable | None] = {}
+        # By the id of code, which is kept alive, so that no other code gets the same id:
+        self._tracers: dict[int, tuple[CodeType, Callable | None]] = {}
         self._is_finding = False  # within the import system, which looks for a module
-        self._met: list[CodeType] = []  # kept alive, so that no other code gets the same id
         self._read: dict[CodeType, list[dis.Instruction]] = {}
 
     @contextmanager
@@ -149,7 +149,6 @@ class ObservedCoverage(FullCoverage):
             if sys.gettrace() == self._trace_call:  # not a debugger that was called meanwhile
                 sys.settrace(None)
             self._tracers.clear()
-            self._met.clear()
 
     def _trace_call(self, frame: FrameType, event: str, arg: Any) -> Callable | None:
         if self._is_finding:
@@ -157,13 +156,13 @@ class ObservedCoverage(FullCoverage):
         if frame.f_code is _FIND_SPEC:
             self._is_finding = True
             return self._trace_finder
-        tracer = self._tracers.get(id(frame.f_code), self._trace_call)
-        if tracer == self._trace_call:
-            tracer = self._tracers[id(frame.f_code)] = self._make_tracer(frame)
-            self._met.append(frame.f_code)
+        known = self._tracers.get(id(frame.f_code))
+        if known is None:
+            known = self._tracers[id(frame.f_code)] = frame.f_code, self._make_tracer(frame)
             if _calls_debugger(frame.f_code):
                 self._stop_tracing(frame, "it calls a debugger")
                 return None
+        tracer = known[1]
         self._check_deadline(frame)
         if tracer is not None:
             frame.f_trace_opcodes = True
