@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import weakref
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -144,6 +145,23 @@ def test_what_it_is_now_is_what_counts(name, monkeypatch):
 class Other(Physics):
     def vector(self, x):
         return x.cos() * self.scale
+
+
+class OfALibrary(Physics, AbstractContextManager):
+    """One whose attributes a library may read by any name."""
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_its_attributes_may_all_be_replaced(name, hits):
+    m = OfALibrary()
+    for _ in range(6):
+        agree(WAYS[name], m)
+    assert hits
+    m.__dict__ = {"scale": 5.0, "shift": torch.ones(3, dtype=D)}
+    agree(WAYS[name], m)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -43,6 +43,7 @@ from forall._compat.pure_functions import (
 from forall._compat.pytree import is_registered
 from forall._core.python_state import (
     UNSET,
+    ObjectStandIn,
     UnguardedState,
     WeakBox,
     cell_contents_of,
@@ -78,6 +79,7 @@ from forall._jit.guards.leaves import (
     SEQUENCE_ITERATORS,
     can_reach_ids,
     get_hint_parts,
+    has_state,
     is_alive,
     is_c_iterator,
     is_constant_class,
@@ -493,6 +495,8 @@ class _GuardWalk:
             kind = type(thing)
             if is_registered(kind) or any(map(is_not_users, kind.__mro__[:-1])):
                 self.walk.left.append(state)  # a library may read it by any name
+                if weakly is not None:
+                    self.state.others.append(functools.partial(has_state, weakly, state))
             else:
                 self._visit_state(state, weakly)
 
@@ -532,6 +536,7 @@ _VISITORS: tuple[tuple[Any, Callable[[_GuardWalk, Any], None]], ...] = (
     (ModuleType, _GuardWalk._visit_module),
     (LOGGING_CLASSES, _GuardWalk._visit_logger),
     (WeakBox, _GuardWalk._visit_weak),
+    (ObjectStandIn, lambda walk, value: walk.walk.left.extend(vars(value).values())),
     (CellType, _GuardWalk._visit_cell),
     (_OPERATORS, lambda walk, value: walk.walk.left.append(find_op_definition(value))),
 )

@@ -104,6 +104,10 @@ def lacks_names(weakly: WeakBox, names: frozenset[str]) -> bool:
     return names.isdisjoint(vars(weakly.of()))
 
 
+def has_state(weakly: WeakBox, state: dict[str, Any]) -> bool:
+    return vars(weakly.of()) is state
+
+
 def can_reach_ids(wanted: set[int], held: Mapping[int, Any]) -> bool:
     """True if the garbage collector's graph leads from what is held to one of these ids."""
     roots = [x for x in held.values() if not isinstance(x, WeakBox)]
