@@ -58,9 +58,11 @@ from forall._compat import pytree
 from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
 from forall._core.python_state import (
     UNSET,
+    ObjectStandIn,
     UnguardedState,
     WeakBox,
     cell_contents_of,
+    find_attributes_read,
     globals_of,
     is_not_users,
     may_rebind,
@@ -69,6 +71,7 @@ from forall._core.reachable import list_slots
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
+    from types import CodeType
 
     from forall._jit.cache.replayed_pullback import ReplayedPullback
 
@@ -106,8 +109,10 @@ class FreshClosure(NamedTuple):
 
     def home(self) -> Module | None:
         """Return a module that the cache of such functions is kept with, or None."""
-        attributes = (v for r in self.objects() for v in getattr(r(), "__dict__", {}).values())
-        return next((x for x in chain(self.same, attributes) if isinstance(x, Module)), None)
+        objects = [r() for r in self.objects()]
+        attributes = (v for x in objects for v in getattr(x, "__dict__", {}).values())
+        found = chain(self.same, objects, attributes)
+        return next((x for x in found if isinstance(x, Module)), None)
 
     def objects(self) -> list[ReferenceType]:
         """Return the weak references to the user's objects in the key."""
@@ -153,7 +158,9 @@ def rebuild_closure(func: Any, given: Iterator | None = None) -> Any:
     if type(func) is BoundPullback:
         return func if given is None else func.bind([next(given) for _ in range(func.count)])
     if type(func) is WeakBox:
-        return func.of()
+        return func if given is None else func.of()
+    if type(func) is ObjectStandIn:
+        return ObjectStandIn({n: rebuild_closure(x, given) for n, x in vars(func).items()})
     if is_users_object(func):
         return WeakBox(ref(func))
     if type(func) is MethodType:
@@ -168,6 +175,10 @@ def rebuild_closure(func: Any, given: Iterator | None = None) -> Any:
 
 class CannotShare(Exception):  # noqa: N818 - no error: nothing is kept
     """A part of a function that another function with the same code need not have."""
+
+
+class _TooDeep(CannotShare):
+    """A part is in too many functions."""
 
 
 class _ClosureReader:
@@ -195,7 +206,7 @@ class _ClosureReader:
         kind = type(x)
         if _is_tuple_of_functions(x):
             if depth > _DEEPEST:
-                raise CannotShare
+                raise _TooDeep
             self.same += [kind, len(x)]
             for inner in x:
                 self.part(inner, depth + 1)
@@ -205,7 +216,7 @@ class _ClosureReader:
             self.same.append(BoundValue)
             self.given.append(x)
         elif depth > _DEEPEST:
-            raise CannotShare
+            raise _TooDeep
         elif kind is functools.partial:
             self.same += [kind, len(x.args), *x.keywords]
             for inner in (x.func, *x.args, *x.keywords.values()):
@@ -242,13 +253,56 @@ class _ClosureReader:
         self.same += [func.__code__, names]
         for x in func.__defaults__ or ():
             self.part(x, depth)
-        for cell in func.__closure__ or ():
-            self.part(cell_contents_of(cell), depth)
+        for variable, x in _iterate_captured(func):
+            read = _read_attributes(func.__code__, variable, x)
+            if read is None or not self.attributes(read, depth):
+                self.part(x, depth)
         for name in _find_undefined_names(func):
             self.same += [name, UNSET]
         for name in find_bound_globals(func):
             self.same.append(name)
             self.part(names[name], depth)
+
+    def attributes(self, read: dict[str, Any], depth: int) -> bool:
+        """Add attributes of an object in its place; False if another object need not have them."""
+        before = len(self.same), len(self.given)
+        self.same += [ObjectStandIn, *read]
+        try:
+            for x in read.values():
+                if isinstance(x, Module):
+                    self.same.append(ref(x))
+                else:
+                    self.part(x, depth + 1)
+        except _TooDeep:
+            raise
+        except CannotShare:
+            del self.same[before[0] :], self.given[before[1] :]
+            return False
+        return True
+
+
+def _iterate_captured(func: FunctionType) -> Iterator[tuple[str, Any]]:
+    cells = map(cell_contents_of, func.__closure__ or ())
+    return zip(func.__code__.co_freevars, cells, strict=True)
+
+
+def _read_attributes(code: CodeType, variable: str, x: Any) -> dict[str, Any] | None:
+    """Return what code reads of an object that it captures; None if that may be anything else."""
+    names = find_attributes_read(code, variable) if is_users_object(x) else None
+    if names is None:
+        return None
+    own, kind = vars(x), type(x)
+    if kind.__getattribute__ is not object.__getattribute__:
+        return None
+    if any(name not in own or _has_setter(kind, name) for name in names):
+        return None  # the class has a say
+    return {name: own[name] for name in names}
+
+
+def _has_setter(kind: type, name: str) -> bool:
+    """Return True if a class has a data descriptor, which goes before an object's attribute."""
+    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
 
 
 def _find_replayed(pull: PullbackRecord) -> ReplayedPullback:
@@ -274,7 +328,7 @@ def _find_undefined_names(func: FunctionType) -> list[str]:
 
 def _rebuild_function(func: FunctionType, given: Iterator | None) -> FunctionType:
     defaults = tuple(rebuild_closure(x, given) for x in func.__defaults__ or ())
-    cells = [rebuild_closure(cell_contents_of(cell), given) for cell in func.__closure__ or ()]
+    cells = [_rebuild_captured(func.__code__, *found, given) for found in _iterate_captured(func)]
     names, home = find_bound_globals(func), func.__globals__
     if given is not None and names:
         home = home | {name: next(given) for name in names}
@@ -284,6 +338,14 @@ def _rebuild_function(func: FunctionType, given: Iterator | None) -> FunctionTyp
     if given is None:
         vars(made)["__forall_given__"] = names
     return made
+
+
+def _rebuild_captured(code: CodeType, variable: str, x: Any, given: Iterator | None) -> Any:
+    read = _read_attributes(code, variable, x)
+    if read is None or not _ClosureReader().attributes(read, 0):
+        return rebuild_closure(x, given)
+    weakly = {n: WeakBox(ref(v)) if isinstance(v, Module) else v for n, v in read.items()}
+    return rebuild_closure(ObjectStandIn(weakly), given)
 
 
 def _has_bound_values(x: Any) -> bool:

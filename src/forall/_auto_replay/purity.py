@@ -47,6 +47,7 @@ from forall._compat.private_api import PLAIN, module_of
 from forall._core.python_state import (
     SETTERS,
     UNSET,
+    ObjectStandIn,
     UnguardedState,
     cell_contents_of,
     find_rebound_names,
@@ -56,6 +57,7 @@ from forall._core.python_state import (
     may_rebind,
     may_rebind_by,
     module_name_of,
+    may_write_attributes,
 )
 from forall._core.reachable import CONTAINERS, DICT_VIEWS, WRAPPERS, is_ndarray
 from forall._jit.deadline import STEPS_PER_CLOCK_READ, TOO_LONG, clock
@@ -87,7 +89,8 @@ def find_impurity(guards: Guards, *, stands_in: bool = False) -> str | None:
 
     Names of torch's that its code contains are guarded from now on. With ``stands_in``, the
     function has cells and globals of its own in place of another's, and does not see the other's
-    rebound. So no code may rebind names of other functions, or of modules.
+    rebound. So no code may rebind names of other functions, or of modules. Nor may code write the
+    attributes of objects that others stand in for.
     """
     if guards.why is not None or guards.ran.why is not None:
         return guards.why or guards.ran.why
@@ -96,6 +99,7 @@ def find_impurity(guards: Guards, *, stands_in: bool = False) -> str | None:
     why = _find_effect_of_tensordict(ran, reached)
     if why is not None:
         return why
+    attributes = frozenset(n for x in reached if type(x) is ObjectStandIn for n in vars(x))
     for i, value in enumerate(reached):
         if not i % STEPS_PER_CLOCK_READ and clock() > guards.until.call:
             return TOO_LONG
@@ -107,6 +111,8 @@ def find_impurity(guards: Guards, *, stands_in: bool = False) -> str | None:
             return _describe_doubt(reading, reached, value)
         if is_read and stands_in and _may_rebind(ran, value.__code__):
             return f"{value.__qualname__} rebinds names of another function's"
+        if is_read and attributes and may_write_attributes(value.__code__, attributes):
+            return f"{value.__qualname__} may write an attribute that the function reads"
     return _find_unreached_code(ran, reached)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 from types import CellType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from forall._compat.private_api import module_of
+from forall._core.code_table import walk_codes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +30,13 @@ class WeakBox(UnguardedState):
 
     def __init__(self, of: ref) -> None:
         self.of = of
+
+
+class ObjectStandIn(UnguardedState):
+    """An object with the attributes that a function reads of a captured object of the user's."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        vars(self).update(attributes)
 
 
 _LIBRARIES = frozenset(
@@ -167,6 +176,56 @@ def may_rebind_by(code: CodeType, names: frozenset[str]) -> bool:
         or not _NAMESPACE_FUNCTIONS.isdisjoint(called)
         or not _NAMESPACE_ATTRIBUTES.isdisjoint(names)
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def find_attributes_read(code: CodeType, variable: str) -> tuple[str, ...] | None:
+    """Return the attributes that code reads of a free variable; None if it may do more with it.
+
+    Functions written inside count too.
+    """
+    if not _READ_BY_OTHERS.isdisjoint(code.co_names):
+        return None
+    found: dict[str, None] = {}
+    instructions = [i for i in instructions_of(code) if i.opname != "EXTENDED_ARG"]
+    for i, after in itertools.pairwise([*instructions, None]):
+        if i.opname == "LOAD_DEREF" and i.argval == variable:
+            if after is None or after.opname not in _READS_OF_ATTRIBUTES:
+                return None
+            found[after.argval] = None
+        elif i.opname not in _PASSES_ON and variable in (
+            i.argval if isinstance(i.argval, tuple) else (i.argval,)
+        ):
+            return None
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType) and variable in inner.co_freevars:
+            names = find_attributes_read(inner, variable)
+            if names is None:
+                return None
+            found.update(dict.fromkeys(names))
+    return (*found,)
+
+
+_READS_OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_PASSES_ON = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "LOAD_CONST"} | GLOBAL_OPS)
+# With these built-in functions code finds a variable without its name.
+_READ_BY_OTHERS = frozenset({"locals", "vars", "dir", "eval", "exec"})
+
+
+@functools.lru_cache(maxsize=4096)
+def may_write_attributes(code: CodeType, attributes: frozenset[str]) -> bool:
+    """True if a function, or one inside it, may write attributes of these names."""
+    names = names_of(code)
+    if not _WRITES_OF_ATTRIBUTES.isdisjoint(names):
+        return True
+    return not attributes.isdisjoint(names) and any(
+        i.opname in {"STORE_ATTR", "DELETE_ATTR"} and i.argval in attributes
+        for inner in walk_codes(code)
+        for i in instructions_of(inner)
+    )
+
+
+_WRITES_OF_ATTRIBUTES = SETTERS | {"vars", "__dict__", "__setattr__", "__delattr__"}
 
 
 @functools.lru_cache(maxsize=4096)
