@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 Steps = Generator[float | None, None, CacheEntry]  # yields the next step's seconds, if known
 # A backward pass that is not the recorded one runs the function once more, and so its messages.
 COMMUNICATES = "ranks communicate in it, with a derivative at stake outside"
+PULLED_BACK = "it takes a derivative through the history of a tensor from outside"
 _WRITTEN = 3e-5  # seconds of code generation for each operator
 
 
@@ -403,8 +404,20 @@ def _detach_leaves(leaves: list) -> list:
 
 @contextmanager
 def _watch_history(recorder: Tracer, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Watch these tensors: a write that changes the history of one ends the recording."""
+    """Watch these tensors: the recording ends if the history of one is changed, or pulled back.
+
+    Tensors with other histories have the same key, so a program may not depend on a history.
+    """
     histories = [t.grad_fn for t in tensors]
-    yield
+
+    def refuse(_: object) -> None:
+        recorder.stop_recording(PULLED_BACK)
+
+    hooks = [node.register_prehook(refuse) for node in {*histories} - {None}]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
     if any(t.grad_fn is not history for t, history in zip(tensors, histories, strict=True)):
         recorder.stop_recording(WRITTEN)
