@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
 X = torch.linspace(-1, 1, 3, dtype=D, requires_grad=True)
 COTANGENTS = torch.arange(12, dtype=D).reshape(4, 3)
+GLOBAL = X
 # Graphs that save no tensor, so that nothing but the history tells them apart.
 HISTORIES = [lambda x: -x, lambda x: 2 * x, lambda x: x + 1, lambda x: x.flip(0), lambda x: x * 1]
 
@@ -71,7 +72,7 @@ def test_a_history_that_a_global_has(monkeypatch):
 
 
 def pull_global(g):
-    return torch.autograd.grad(GLOBAL, X, g, retain_graph=True)[0]  # noqa: F821
+    return torch.autograd.grad(GLOBAL, X, g, retain_graph=True)[0]
 
 
 def test_jit_records_none(monkeypatch):

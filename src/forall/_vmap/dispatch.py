@@ -191,15 +191,12 @@ class Operations(VmapLevel):
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
-                if handler is handle_pointwise and not kwargs and not level.records_on_value:
+                records = level.records_on_value and level.outer_grad is not None
+                if handler is handle_pointwise and not kwargs and not records:
                     out = try_aligned_pointwise(level, func, args)
                     if out is not None:
                         return out
-                elif (
-                    handler in VIEWERS
-                    and not level.records_on_value
-                    and has_plain_stack(args[0], level)
-                ):
+                elif handler in VIEWERS and not records and has_plain_stack(args[0], level):
                     if func is _DETACH and not is_excluded(AUTOGRAD):
                         return args[0].graph_free()
                     return handler(level, func, args, kwargs or {})  # pyright: ignore[reportOptionalCall]
@@ -317,8 +314,9 @@ class Operations(VmapLevel):
             handler = run_shared_operator
         elif handler is None:
             handler = resolve_handler(func)
-        if self.records_on_value:
-            with enable_autograd_below(grad=self.outer_grad, forward=self.outer_grad):
+        if self.records_on_value and (self.outer_grad is not None or get_facts(func).writes):
+            grad = bool(self.outer_grad)
+            with enable_autograd_below(grad=grad, forward=grad):
                 return handler(self, func, args, kwargs)
         if not is_excluded(CONJUGATE):
             return handler(self, func, args, kwargs)

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from forall._compat.bitset import make_full_set
+from forall._compat.dispatch_state import in_torch_func
 from forall._compat.private_api import DispatchMode
 from forall._core.levels import Level
 from forall._random import key_scope
@@ -88,7 +89,8 @@ class CotangentLevel(VmapLevel):
     """The level of a pull-back through a graph that was recorded further out.
 
     Its examples are cotangents. Autograd acts on the stacks, not on the examples, in the grad mode
-    in which the level was made.
+    in which the level was made. Where that is off nothing is recorded, and operators run as under
+    any other level. Those that write are the exception: autograd counts writes into stacks.
     """
 
     records_on_value = True
@@ -97,4 +99,5 @@ class CotangentLevel(VmapLevel):
 
     def __init__(self, size: int, parent: Level | None) -> None:
         super().__init__(size, VmapConfig("same"), parent)
-        self.outer_grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled()  # of one level of torch.func's, and others may record
+        self.outer_grad = grad if grad or in_torch_func() else None  # None: nothing is recorded

@@ -177,7 +177,10 @@ def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
             return None
     out = func._op(*values)
     is_open = axis and is_layout_open(out, values)
-    return _wrap_laid_out(level, func, args, {}, out, axis, is_open)
+    out = _wrap_laid_out(level, func, args, {}, out, axis, is_open)
+    if level.records_on_value:
+        mark_diagonal_result(level, func, args, out)
+    return out
 
 
 def handle_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
