@@ -292,6 +292,26 @@ def test_the_object_and_its_module_go(hits):
     assert [w() for w in gone] == [None] * 3
 
 
+class Branching(nn.Module):
+    def forward(self, x):
+        if bool((x > 0.5).all()):
+            return x.sin()
+        return x * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_in_torchscript():
+    net = torch.jit.script(Branching())
+
+    def run(m, x):
+        return grad(lambda v: (m.net(v) * m.scale).sum())(x)
+
+    for i in range(12):
+        settings = Settings(net, float(i))
+        agree(run, settings, X)
+        agree(run, settings, X + 1)
+
+
 def test_one_object_in_two_functions_and_as_a_whole(hits):
     def run(m, x):
         def scaled(v):

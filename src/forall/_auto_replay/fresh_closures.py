@@ -56,6 +56,7 @@ from forall._api.vjp import PullbackRecord, find_pullback
 from forall._auto_replay.bound_pullback import BoundPullback
 from forall._compat import pytree
 from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
+from forall._compat.pure_functions import SCRIPTS
 from forall._core.python_state import (
     UNSET,
     ObjectStandIn,
@@ -269,7 +270,7 @@ class _ClosureReader:
         self.same += [ObjectStandIn, *read]
         try:
             for x in read.values():
-                if isinstance(x, Module):
+                if _is_held_weakly(x):
                     self.same.append(ref(x))
                 else:
                     self.part(x, depth + 1)
@@ -344,8 +345,13 @@ def _rebuild_captured(code: CodeType, variable: str, x: Any, given: Iterator | N
     read = _read_attributes(code, variable, x)
     if read is None or not _ClosureReader().attributes(read, 0):
         return rebuild_closure(x, given)
-    weakly = {n: WeakBox(ref(v)) if isinstance(v, Module) else v for n, v in read.items()}
+    weakly = {n: WeakBox(ref(v)) if _is_held_weakly(v) else v for n, v in read.items()}
     return rebuild_closure(ObjectStandIn(weakly), given)
+
+
+def _is_held_weakly(x: Any) -> bool:
+    """Return True for a module whose attributes are all that guards read of it."""
+    return isinstance(x, Module) and not isinstance(x, SCRIPTS)
 
 
 def _has_bound_values(x: Any) -> bool:
