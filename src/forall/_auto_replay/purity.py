@@ -56,8 +56,8 @@ from forall._core.python_state import (
     is_ours,
     may_rebind,
     may_rebind_by,
-    module_name_of,
     may_write_attributes,
+    module_name_of,
 )
 from forall._core.reachable import CONTAINERS, DICT_VIEWS, WRAPPERS, is_ndarray
 from forall._jit.deadline import STEPS_PER_CLOCK_READ, TOO_LONG, clock
