@@ -219,3 +219,18 @@ def test_gradients_per_example_through_a_pull_back_that_contains_a_map(square):
 
     truth = torch.stack([grad(f)(c) for c in cotangents])
     assert torch.equal(vmap(grad(f))(cotangents), truth)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="what all directions share gets one value for each", raises=ValueError
+)
+def test_a_hessian_of_a_gradient_through_a_graph_from_before_the_call():
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=D, requires_grad=True)
+    y = x.sin() * x
+
+    def f(c):
+        return torch.autograd.grad(y, x, c, create_graph=True)[0].pow(3).sum()
+
+    cotangents = torch.ones(4, 3, dtype=D)
+    expected = torch.stack([hessian(f)(c) for c in cotangents])
+    torch.testing.assert_close(vmap(hessian(f))(cotangents), expected)

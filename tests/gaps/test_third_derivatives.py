@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forall import hessian, jacrev, jvp, vmap
+from forall import hessian, jvp, vmap
 
 D = torch.float64
 
@@ -22,8 +22,7 @@ class Cube(torch.autograd.Function):
 @pytest.mark.xfail(
     strict=True, reason="a Function's values get an axis of each map that they are taken through"
 )
-@pytest.mark.parametrize("second", [hessian, lambda f: jacrev(jacrev(f))])
-def test_the_tangents_of_mapped_second_derivatives_of_a_function(second):
+def test_the_tangents_of_mapped_hessians_of_a_function():
     xs = torch.linspace(-1, 2, 6, dtype=D).reshape(3, 2)
-    expected = jvp(vmap(second(lambda x: x**3)), (xs,), (xs.cos(),))[1]
-    torch.testing.assert_close(jvp(vmap(second(Cube.apply)), (xs,), (xs.cos(),))[1], expected)
+    expected = jvp(vmap(hessian(lambda x: x**3)), (xs,), (xs.cos(),))[1]
+    torch.testing.assert_close(jvp(vmap(hessian(Cube.apply)), (xs,), (xs.cos(),))[1], expected)

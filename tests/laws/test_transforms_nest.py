@@ -410,6 +410,24 @@ def test_a_gradient_per_example_through_a_pull_back_leads_to_the_point(f):
     assert difference(slope(lambda g, cotangents: vmap(g)(cotangents)), truth) is None
 
 
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+def test_the_tangent_of_mapped_second_derivatives_of_a_function():
+    """`tests/gaps` has that of `hessian`, which is forward over reverse."""
+    xs = seeded(3, 2)
+    expected = jvp(vmap(jacrev(jacrev(lambda x: x**3))), (xs,), (xs.cos(),))
+    assert difference(jvp(vmap(jacrev(jacrev(Cube.apply))), (xs,), (xs.cos(),)), expected) is None
+
+
 def test_a_pull_back_made_under_vmap_works_there():
     xs, cs = seeded(4, 3), seeded(4, 2)
 

@@ -253,14 +253,22 @@ def test_backward_leaves_the_loops_sum_on_a_leaf(name, before, levels):
 @pytest.mark.parametrize(
     "f",
     [
-        lambda x, y, z: lambda v: d(d((y * v * z).sum().sin(), x, create_graph=True)[0].sum(), x),
         lambda x, y, z: grad(lambda v: d(z, x, v, create_graph=True)[0].pow(2).sum()),
         lambda x, y, z: jacrev(lambda v: d(z, x, v.sin(), create_graph=True)[0]),
+        lambda x, y, z: jacrev(
+            jacrev(lambda v: d(z, x, v.sin(), create_graph=True)[0].pow(3).sum())
+        ),
     ],
 )
-def test_a_second_derivative_inside_is_refused(f):
+def test_a_derivative_of_a_gradient_inside_is_the_loops(f):
+    assert difference(vmap(f(*outside()))(V), loop(f(*outside()))(V)) is None
+    assert difference(vmap(vmap(f(*outside())))(W), loop(loop(f(*outside())))(W)) is None
+
+
+def test_a_second_derivative_inside_is_refused():
+    x, y, z = outside()
     with pytest.raises(NotImplementedError, match="vmap"):
-        vmap(f(*outside()))(V)
+        vmap(lambda v: d(d((y * v * z).sum().sin(), x, create_graph=True)[0].sum(), x))(V)
 
 
 def test_a_map_inside_jvp_is_refused():

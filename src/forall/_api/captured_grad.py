@@ -182,6 +182,8 @@ def _find_gradients(
 class OuterPullback(GraphPullback):
     """The graph from where it crosses a level's boundary to tensors further out."""
 
+    can_share = False  # examples have gradients of their own
+
     def __init__(self, inner: Level, met: list[Crossing], wanted: Tensors, flags: Any) -> None:
         self.inner = inner
         self.level = inner.parent

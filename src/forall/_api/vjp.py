@@ -150,6 +150,7 @@ def record_pullback(
 class GraphPullback:
     """The graph from fresh variables to outputs, at the level that it was recorded in."""
 
+    can_share = True  # whether cotangents that all examples share are pulled back once
     _nodes: set | None = None
 
     def __init__(
@@ -189,7 +190,7 @@ class GraphPullback:
                 return _pull_back_duals(
                     lambda parts: self.pull_back_at(level.parent, parts), cots, level
                 )
-            if any(c.axis is not None for c in cots):
+            if not self.can_share or any(c.axis is not None for c in cots):
                 stacks = [boundary.example_to_stack(c, 0, level) for c in cots]
                 pulled = self.pull_back_stacked(stacks, level.parent)
                 return [boundary.stack_to_example(g, 0, level) for g in pulled]

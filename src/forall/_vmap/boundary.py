@@ -92,7 +92,8 @@ def is_at_outer_node(level: VmapLevel, met: list[torch.Tensor]) -> bool:
     A pull-back from outside was called on stacks, and is differentiated: its values stay outside.
     """
     return (
-        torch.is_grad_enabled()
+        not level.records_on_value
+        and torch.is_grad_enabled()
         and any(t.requires_grad and level_of(t) is not level for t in met)
         and runs_c_node()
         and not is_accumulating()

@@ -302,15 +302,15 @@ class Operations(VmapLevel):
             if isinstance(known, _Tensor):
                 return wrap_stack(known, None, self)
             (func, args, kwargs), handler = known, None
-        if met:
-            if found is not _MAPPED and boundary.is_at_outer_node(self, met):
-                plain = {k: lower_shared(a, self) for k, a in kwargs.items()}
-                return func(*[lower_shared(a, self) for a in args], **plain)
+        is_outside = found is not _MAPPED and boundary.is_at_outer_node(self, met)
+        if met and not is_outside:
             boundary.check_all_shared(self, func, met)
             known = check_external_access(self, func, args, kwargs, found is _MAPPED, met)
             if known is not None:
                 return known(self, func, args, kwargs)
-        if found is not _MAPPED:
+        if is_outside:
+            handler = run_outside_operator
+        elif found is not _MAPPED:
             handler = run_shared_operator
         elif handler is None:
             handler = resolve_handler(func)
@@ -355,6 +355,12 @@ class Operations(VmapLevel):
 
 _SEQUENCES = frozenset({list, tuple})
 _WORDS = frozenset({int, float, bool, type(None)})
+
+
+def run_outside_operator(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an operator of a node from outside the level, whose results stay there."""
+    plain = {k: lower_shared(a, level) for k, a in kwargs.items()}
+    return func(*[lower_shared(a, level) for a in args], **plain)
 
 
 def run_shared_operator(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
