@@ -70,7 +70,9 @@ from forall._vmap.active_set.restrict_args import restrict_tensor
 from forall._vmap.batched_cotangents import find_enclosing_level, unwrap_cotangents
 from forall._vmap.batched_tensor import (
     BatchedTensor,
+    alias_call,
     check_unwritten,
+    derive_view,
     replace_ended_args,
     wrap_existing,
     wrap_stack,
@@ -86,6 +88,7 @@ from forall._vmap.rule_makers import basic
 from forall._vmap.rule_makers.basic import (
     VIEWERS,
     has_plain_stack,
+    is_own_shared,
     lower_shared,
     wrap_results,
 )
@@ -96,6 +99,7 @@ aten = torch.ops.aten
 _Tensor = torch.Tensor
 _HANDLERS = registry.HANDLERS
 _SHARED = registry.SHARED
+_ALIAS = aten.alias.default
 _DETACH = aten.detach.default
 _TO_COPY = aten._to_copy.default
 _HANDED_ON = OURS, f"{TORCH}_ops.py"  # by the levels further in
@@ -200,6 +204,8 @@ class Operations(VmapLevel):
                     if func is _DETACH and not is_excluded(AUTOGRAD):
                         return args[0].graph_free()
                     return handler(level, func, args, kwargs or {})  # pyright: ignore[reportOptionalCall]
+                elif func is _ALIAS and not level.records_on_value and is_own_shared(args[0], level):
+                    return derive_view(args[0], args[0].value, None, alias_call)
                 met: list[_Tensor] = []
                 found = (
                     level._classify_operands(args, met, kwargs.values())

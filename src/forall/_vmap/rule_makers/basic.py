@@ -32,6 +32,13 @@ def has_plain_stack(a: Any, level: Any) -> bool:
     return is_mapped(a, level) and not (a.value.is_complex() or a.value.is_neg())
 
 
+def is_own_shared(a: Any, level: Any) -> bool:
+    """True if ``a`` was made under ``level`` and is the same for all its examples."""
+    return (
+        type(a) is BatchedTensor and a.axis is None and a.level is level and not a.is_external
+    )
+
+
 def move_to_front(a: BatchedTensor) -> Tensor:
     """(.., B, ..) -> (B, *S)."""
     return a.value.movedim(a.axis, 0) if a.axis else a.value
