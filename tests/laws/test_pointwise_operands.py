@@ -113,8 +113,23 @@ def differentiate(op, given, _flag):
     return torch.autograd.grad(out.double().sum(), x)[0]
 
 
+def copy_operands(given):
+    """Copies, of the level: of an operand that all examples share, there is one for all."""
+    return [a.clone() if isinstance(a, torch.Tensor) else a for a in given]
+
+
+def call_on_copies(op, given, _flag):
+    return op(*copy_operands(given))
+
+
+def differentiate_copies(op, given, flag):
+    return differentiate(op, copy_operands(given), flag)
+
+
 WAYS = (
     call_once,
+    call_on_copies,
+    differentiate_copies,
     call_in_branches,
     call_on_one_side,
     write_in_place,

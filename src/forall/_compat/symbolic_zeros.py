@@ -61,12 +61,12 @@ def simplify_linear(func: Any, args: tuple, kwargs: dict) -> Any:
         second = func is aten.mul.Tensor or func in _DOTS
         return (
             _make_product_zeros(func, x, y)
-            if _is_marked_zero(x) or (second and _is_marked_zero(y))
+            if is_marked_zero(x) or (second and is_marked_zero(y))
             else None
         )
-    if _is_marked_zero(x) and func is aten.add.Tensor and not kwargs:
+    if is_marked_zero(x) and func is aten.add.Tensor and not kwargs:
         x, y = y, x
-    if _is_marked_zero(y) and isinstance(x, torch.Tensor) and _has_sum_metadata(x, y):
+    if is_marked_zero(y) and isinstance(x, torch.Tensor) and _has_sum_metadata(x, y):
         return aten.clone.default, (x,), {}
     return None
 
@@ -92,7 +92,7 @@ def _has_sum_metadata(x: torch.Tensor, y: torch.Tensor) -> bool:
             return same and broadcast_shapes(x.shape, y.shape) == x.shape
 
 
-def _is_marked_zero(a: Any) -> bool:
+def is_marked_zero(a: Any) -> bool:
     """Return True if a value at any level is marked zeros and has not been written to."""
     while isinstance(a, Wrapper) and getattr(a, "axis", None) is None:
         a = a.value

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
-from forall._compat.op_schema import map_arguments
+from forall._compat.op_schema import get_facts, map_arguments
+from forall._compat.symbolic_zeros import LINEAR, is_marked_zero, marking
 from forall._core.axes import is_axis_inside, pad_rank
 from forall._core.half_precision import HALVES
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.memory_layout import is_layout_open, match_example_layout
+from forall._vmap.registry import SHARED
 from forall._vmap.rule_makers.basic import (
     count_example_dims,
     is_mapped,
@@ -112,6 +114,10 @@ class OperandConverter:
         name = func.overloadpacket.__name__.rstrip("_")
         if len({*ranked, *unranked}) < 2 or name in _UNPROMOTED:
             return
+        if name == "addcdiv" and not any(
+            t.dtype.is_floating_point or t.is_complex() for t in args[1:3]
+        ):
+            return  # torch refuses to divide ints here
         self.dtype = result_dtype(ranked, unranked)
         if self.dtype in HALVES and is_exact_on_the_right(name) and self.device is _CPU:
             number = args[1]
@@ -154,33 +160,73 @@ class OperandConverter:
 
 
 def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
-    """Apply a pointwise operator to mapped operands laid out alike, and numbers; else None."""
-    x = args[0]
-    if type(x) is not BatchedTensor or x.level is not level or x.axis is None:
-        return None
-    v, axis = x.value, x.axis
-    if v.is_complex() or v.is_neg():  # kernels do not see a lazy conj or neg bit here
-        return None
-    values = [v]
-    for y in args[1:]:
-        kind = type(y)
+    """Apply a pointwise operator to operands of this level that broadcast as they lie; else None.
+
+    Mapped operands have one layout. What all examples share has fewer dims, or all operands are
+    shared. The rest are numbers.
+    """
+    values: list[Any] = []
+    shared: list[Tensor] = []
+    x: Any = None  # the first mapped operand's stack
+    axis: Any = None
+    for a in args:
+        kind = type(a)
         if kind is BatchedTensor:
-            w = y.value
-            if y.level is not level or y.axis != axis or w.dim() != v.dim() or w.dtype != v.dtype:
+            v = a.value
+            # Kernels do not see a lazy conj or neg bit here.
+            if a.level is not level or v.is_complex() or v.is_neg():
                 return None
-            if w.is_neg() or (w.dim() == 1 and w.device != v.device):
+            if a.axis is None:
+                if a.is_external:
+                    return None
+                shared.append(v)
+            elif x is None:
+                x, axis = v, a.axis
+            elif (
+                a.axis != axis
+                or v.dim() != x.dim()
+                or v.dtype != x.dtype
+                or (v.dim() == 1 and v.device != x.device)
+            ):
                 return None
-            values.append(w)
-        elif kind is float or kind is int or not isinstance(y, (Tensor, list, tuple)):
-            values.append(y)
+            values.append(v)
+        elif kind is float or kind is int or not isinstance(a, (Tensor, list, tuple)):
+            values.append(a)
         else:
             return None
+    if shared:
+        if x is not None and not all(_fits_beside(v, x, axis) for v in shared):
+            return None
+        how = _find_shared_use(func)
+        if how is _NOT_AS_IT_IS or (
+            how is _LINEAR and marking.used and any(map(is_marked_zero, shared))
+        ):
+            return None
+    elif x is None:
+        return None
     out = func._op(*values)
     is_open = axis and is_layout_open(out, values)
     out = _wrap_laid_out(level, func, args, {}, out, axis, is_open)
     if level.records_on_value:
         mark_diagonal_result(level, func, args, out)
     return out
+
+
+def _fits_beside(v: Tensor, x: Tensor, axis: int) -> bool:
+    """True if what all examples share broadcasts with each example of a stack, dtype and all."""
+    return v.dim() < x.dim() - axis and v.dtype == x.dtype and v.device == x.device
+
+
+_NOT_AS_IT_IS, _LINEAR, _AS_IT_IS = "not as it is", "linear", "as it is"
+
+
+@functools.cache
+def _find_shared_use(func: Any) -> str:
+    """Return how an operator runs on what all examples share: once, or by a handler of its own."""
+    fact = get_facts(func)
+    if func in SHARED or fact.seeded or fact.writes or fact.view or fact.is_collective:
+        return _NOT_AS_IT_IS
+    return _LINEAR if func in LINEAR else _AS_IT_IS
 
 
 def handle_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -199,7 +245,7 @@ def handle_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _wrap_laid_out(
-    level: Any, func: Any, args: tuple, kwargs: dict, out: Any, axis: int, is_open: Any
+    level: Any, func: Any, args: tuple, kwargs: dict, out: Any, axis: int | None, is_open: Any
 ) -> Any:
     """Wrap results, laid out as the first example's if the operands leave that open."""
     if is_open:
