@@ -72,6 +72,12 @@ class DualLevel(Level):
         primal, tangent = split_tangent(a.value, level=0)
         return primal, complete_gradient(tangent)
 
+    def split_value(self, a: Any) -> tuple[Any, torch.Tensor | None]:
+        """Return what carries an argument's primal and its tangent, and the tangent."""
+        if type(a) is not DualTensor or a.level is not self:
+            return a, None
+        return a.value, complete_gradient(read_tangent(a.value))
+
 
 class DualTensor(Wrapper):
     """A dual tensor: a primal and its tangent under one jvp level, both carried by ``value``."""
@@ -181,6 +187,19 @@ def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
     if fails:
         with functions_off(), no_dispatch():
             _ONE_HOT(tensor.detach(), num_classes)
+
+
+def read_tangent(value: Any) -> torch.Tensor | None:
+    """Return the tangent that torch's forward mode gave a value, None if it has none.
+
+    Torch makes an alias of the primal too, for which no handler has to run: it is dropped here.
+    """
+    if not isinstance(value, torch.Tensor) or value.is_inference():  # torch fails if asked for one
+        return None
+    if type(value) is not torch.Tensor and not isinstance(value, Wrapper):
+        return split_tangent(value, level=0)[1]
+    with no_dispatch():
+        return split_tangent(value, level=0)[1]
 
 
 def wrap_dual(value: torch.Tensor, level: DualLevel) -> DualTensor:

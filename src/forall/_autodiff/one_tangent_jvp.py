@@ -12,10 +12,16 @@ from typing import Any
 
 import torch
 
-from forall._autodiff.dual_tensor import DualLevel
-from forall._compat.dispatch_state import enable_autograd_below, has_users_tangents, is_in_backward
+from forall._autodiff.dual_tensor import DualLevel, DualTensor, read_tangent
+from forall._compat.dispatch_state import (
+    enable_autograd_below,
+    has_users_tangents,
+    is_in_backward,
+    set_forward_enabled,
+)
 from forall._compat.lazy_bits import attach_tangent
-from forall._compat.private_api import split_tangent
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.levels import stack
 
 aten = torch.ops.aten
 
@@ -55,33 +61,69 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
     if has_users_tangents():
         return None  # an operand that is no value of the level may have a tangent of the user's
     with enable_autograd_below(grad=level.outer_grad, forward=True):
-        pairs = [level.split_dual(a) for a in args]
+        needs_primals = _needs_primals(level, args)
+        split = level.split_dual if needs_primals else level.split_value
+        pairs = [split(a) for a in args]
         i, j = _FACTORS.get(func, (0, 1))
         both = pairs[i][1] is not None and pairs[j][1] is not None
         if all(t is None for _, t in pairs) or (both and func not in _WITHOUT_FORMULA):
             return None
-        if is_in_backward() and any(t is None and _has_hidden_tangent(p) for p, t in pairs):
-            return None
-        if func in _POINTWISE:
-            return _push_pointwise(level, func, pairs, kwargs)
-        primals = [p for p, _ in pairs]
-        tangents = [p if t is None else t for p, t in pairs]
-        primal = func(*primals, **kwargs)
-        moving = primals[i] if pairs[j][1] is None else primals[j]
-        if pairs[i][1] is None and pairs[j][1] is None:  # the bias alone has a tangent
-            moving, beta = primals[0], kwargs.get("beta", 1)
-            tangent = torch.zeros_like(primal) + (tangents[0] if beta == 1 else tangents[0] * beta)
-        elif i and pairs[0][1] is None:  # a bias without a tangent
-            tangent = _UNBIASED[func](*tangents[1:3])
-            alpha = kwargs.get("alpha", 1)
-            tangent = tangent if alpha == 1 else tangent * alpha
-        elif both:
-            tangent = func(tangents[0], *primals[1:], **kwargs) + func(
-                primals[0], *tangents[1:], **kwargs
-            )
-        else:
-            tangent = func(*tangents, **kwargs)
-        return attach_tangent(primal, _connect(level, tangent, moving))
+        if is_in_backward() and any(t is None and read_tangent(p) is not None for p, t in pairs):
+            return None  # a tensor saved by a node has a tangent, and is no value of the level
+        set_forward_enabled(needs_primals)
+        try:
+            halves = _push_halves(level, func, pairs, kwargs)
+        finally:
+            set_forward_enabled(True)
+        return None if halves is None else attach_tangent(*halves)
+
+
+def _needs_primals(level: DualLevel, args: tuple) -> bool:
+    """True if values must be split into primals and tangents, for which autograd makes an alias.
+
+    Where forward mode is off a value is as good as its primal. But nothing may keep it: no graph,
+    no tape, and no table of values that are restricted to some examples. An alias of a plain tensor
+    takes less time than to do without.
+    """
+    if level.tapes is not None or stack.ever_parted:
+        return True
+    plain = True
+    for a in args:
+        v = a
+        if type(a) is DualTensor and a.level is level:
+            v = a.value
+            plain = plain and not isinstance(v, Wrapper)
+        if level.outer_grad and isinstance(v, torch.Tensor) and v.requires_grad:
+            return True
+    return plain
+
+
+def _push_halves(
+    level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], kwargs: dict
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the primal and the tangent of the result, or None where torch's formula is right."""
+    if func in _POINTWISE:
+        return _push_pointwise(level, func, pairs, kwargs)
+    i, j = _FACTORS[func]
+    both = pairs[i][1] is not None and pairs[j][1] is not None
+    primals = [p for p, _ in pairs]
+    tangents = [p if t is None else t for p, t in pairs]
+    primal = func(*primals, **kwargs)
+    moving = primals[i] if pairs[j][1] is None else primals[j]
+    if pairs[i][1] is None and pairs[j][1] is None:  # the bias alone has a tangent
+        moving, beta = primals[0], kwargs.get("beta", 1)
+        tangent = torch.zeros_like(primal) + (tangents[0] if beta == 1 else tangents[0] * beta)
+    elif i and pairs[0][1] is None:  # a bias without a tangent
+        tangent = _UNBIASED[func](*tangents[1:3])
+        alpha = kwargs.get("alpha", 1)
+        tangent = tangent if alpha == 1 else tangent * alpha
+    elif both:
+        tangent = func(tangents[0], *primals[1:], **kwargs) + func(
+            primals[0], *tangents[1:], **kwargs
+        )
+    else:
+        tangent = func(*tangents, **kwargs)
+    return primal, _connect(level, tangent, moving)
 
 
 def _connect(level: DualLevel, tangent: torch.Tensor, moving: torch.Tensor) -> torch.Tensor:
@@ -94,7 +136,9 @@ def _connect(level: DualLevel, tangent: torch.Tensor, moving: torch.Tensor) -> t
     return tangent
 
 
-def _push_pointwise(level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], kwargs: dict) -> Any:
+def _push_pointwise(
+    level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], kwargs: dict
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     (x, dx), (y, dy) = pairs
     if not (_is_dense(x) and _is_dense(y)):
         return None
@@ -105,7 +149,7 @@ def _push_pointwise(level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], k
         tangent = dx / y if dy is None else -(dy * result) / y
     elif func in _ORDERS:  # equal operands have half of the derivative each
         share = torch.where(x == y, 0.5, _ORDERS[func](x, y).to(result.dtype))
-        return attach_tangent(result, share * dx if dy is None else dy - share * dy)
+        return result, (share * dx if dy is None else dy - share * dy)
     else:
         tangent = dx if dy is None else dy * _get_factor(func, kwargs)
         if tangent.shape != result.shape:
@@ -113,8 +157,8 @@ def _push_pointwise(level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], k
         # The tangent has memory of its own, since it is written to with the result.
         is_new = dx is None and tangent.dtype == result.dtype and 0 not in tangent.stride()
         tangent = tangent if is_new else tangent.to(result.dtype, copy=True)
-        return attach_tangent(result, tangent)
-    return attach_tangent(result, _connect(level, tangent, x if dy is None else y))
+        return result, tangent
+    return result, _connect(level, tangent, x if dy is None else y)
 
 
 def _get_factor(func: Any, kwargs: dict) -> Any:
@@ -125,8 +169,3 @@ def _get_factor(func: Any, kwargs: dict) -> Any:
 
 def _is_dense(a: Any) -> bool:
     return not isinstance(a, torch.Tensor) or (a.layout is torch.strided and not a.is_nested)
-
-
-def _has_hidden_tangent(primal: Any) -> bool:
-    """True if a tensor saved by a node carries a tangent of the level without being its value."""
-    return isinstance(primal, torch.Tensor) and split_tangent(primal, level=0)[1] is not None

@@ -2,13 +2,15 @@
 
 import itertools
 import operator
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draws import make_generator
-from forall import grad, hessian, jvp, linearize, vmap
+from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
 
 OPS = {
     "add": operator.add,
@@ -137,3 +139,80 @@ def test_examples_with_and_without_a_tangent():
     wanted = torch.stack([one(x, c) for x, c in zip(xs, cs, strict=True)])
     torch.testing.assert_close(vmap(one)(xs, cs), wanted)
     torch.testing.assert_close(wanted, (cs + cs / xs**2 + 1) / 2)
+
+
+NESTED_OPS = {
+    **{name: op for name, op in OPS.items() if "imum" not in name},
+    "mv": lambda x, c: (x.outer(x) + 5 * torch.eye(3)).mv(c) / c,
+    "mm": lambda x, c: (x.outer(x).mm(c.outer(c)) / 100).sin().sum(0),
+    "addmv": lambda x, c: torch.addmv(x, c.outer(c), x, alpha=2) / 10,
+}
+
+
+@pytest.mark.parametrize("name", NESTED_OPS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_all_directions_at_once_and_further_derivatives(name, side, recorded):
+    c = draw((3,), torch.float64, 2).requires_grad_(recorded)
+
+    def f(x):
+        op = NESTED_OPS[name]
+        return (op(x, c) if side == "left" else op(c, x)).sin().prod()
+
+    xs = draw((2, 3), torch.float64, 0)
+    by_reverse: Any = torch.autograd.functional.hessian
+    torch.testing.assert_close(jacfwd(f)(xs[0]), grad(f)(xs[0]))
+    torch.testing.assert_close(hessian(f)(xs[0]), by_reverse(f, xs[0]))
+    loop = torch.stack([by_reverse(f, x) for x in xs])
+    torch.testing.assert_close(vmap(hessian(f))(xs), loop)
+    torch.testing.assert_close(vmap(jacfwd(jacfwd(f)))(xs), loop)
+    third = jacrev(by_reverse_of(f))(xs[0])
+    torch.testing.assert_close(jacfwd(hessian(f))(xs[0]), third)
+    torch.testing.assert_close(jacrev(hessian(f))(xs[0]), third)
+    if recorded:  # the graph that is kept holds no tangent of a level that has ended
+        found = torch.autograd.grad(vmap(hessian(f))(xs).sum(), c)
+        torch.testing.assert_close(found, torch.autograd.grad(vmap(by_reverse_of(f))(xs).sum(), c))
+
+
+def by_reverse_of(f):
+    return jacrev(jacrev(f))
+
+
+def test_tangents_of_examples_that_diverge():
+    c = draw((3,), torch.float64, 2)
+
+    def f(x):
+        y = x * c
+        y = y * c if x[0] > 5 else y / c
+        return (y - x * c + c / x).sin().sum()
+
+    xs = draw((4, 3), torch.float64, 0)
+    assert len({bool(x[0] > 5) for x in xs}) == 2
+    torch.testing.assert_close(vmap(hessian(f))(xs), torch.stack([hessian(f)(x) for x in xs]))
+    torch.testing.assert_close(vmap(jacfwd(f))(xs), torch.stack([grad(f)(x) for x in xs]))
+
+
+class _Kernels(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_product_with_a_constant_runs_no_more_than_its_tangent():
+    x, c = draw((3,), torch.float64, 0), draw((3,), torch.float64, 1)
+    counts = []
+    for n in (1, 5):
+
+        def f(x, n=n):
+            for _ in range(n):
+                x = x * c
+            return x
+
+        with _Kernels() as kernels:
+            jacfwd(f)(x)
+        counts.append(kernels.found)
+    assert counts[1] - counts[0] == Counter({"mul": 8})
