@@ -24,6 +24,7 @@ __all__ = [
     "SET_HOOKS",
     "SPARSE_SUM",
     "StorageWeakRef",
+    "find_innermost_function_mode",
     "get_decompositions",
     "get_fast_operator",
     "function_homes",
@@ -84,6 +85,13 @@ count_dispatch_modes = torch._C._len_torch_dispatch_stack
 push_functions = torch._C._push_on_torch_function_stack
 pop_functions = torch._C._pop_torch_function_stack
 count_all_function_modes = torch._C._len_torch_function_stack
+
+
+def find_innermost_function_mode() -> object | None:
+    """Return the function mode that sees a call first, None where none is on."""
+    count = count_all_function_modes()
+    return torch._C._get_function_stack_at(count - 1) if count else None
+
 
 # torch sets hooks on a tensor: also while it regenerates the history of a view.
 SET_HOOKS = torch.Tensor._backward_hooks.__set__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]

@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forall._compat.dispatch_state import has_users_tangents, is_in_backward
+from forall._compat.dispatch_state import functions_off, has_users_tangents, is_in_backward
 from forall._compat.jagged_layout import Jagged
-from forall._compat.private_api import PLAIN, subclass_functions_are_on, subclass_functions_off
+from forall._compat.private_api import (
+    PLAIN,
+    find_innermost_function_mode,
+    pop_functions,
+    push_functions,
+    subclass_functions_are_on,
+    subclass_functions_off,
+)
 from forall._compat.tensor_subclass import (
     call_override,
     call_torch_functions,
@@ -25,6 +32,7 @@ from forall._compat.tensor_subclass import (
     restore_posed_results,
     unwrap_posed_args,
 )
+from forall._compat.wrapper_tensor import Wrapper
 from forall._core import nested_tensor
 from forall._core.escaped_values import has_escaped_values, replace_escaped_args
 from forall._core.levels import Level, complete_gradient, find_innermost, levels_in, stack, top
@@ -67,6 +75,11 @@ ITSELF = frozenset(
 }
 
 
+# What a value shows by itself. It is the same for each of its examples, and once its level ended.
+_SHOWN = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")
+) | {torch.Tensor.size, torch.Tensor.dim}
+
 _GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.grad.__get__})
 
 
@@ -87,6 +100,9 @@ class VmapFunctionMode(TorchFunctionMode):
     """The one function mode of all nested levels: it asks at each call which level is innermost."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _SHOWN and not kwargs and isinstance(args[0], Wrapper):
+            with subclass_functions_off():
+                return _call_past_outer_levels(func, args, {})
         odd = posing.used and not subclass_functions_are_on()  # then ``types`` names no class
         for t in types:
             if t is BatchedTensor:
@@ -149,12 +165,13 @@ class VmapFunctionMode(TorchFunctionMode):
         level, records = stack.top, torch.is_grad_enabled()
         recorded = False
         is_usual = not kwargs  # its operands are values of the active level, and numbers
-        for a in args:
-            if type(a) is BatchedTensor and a.level is level:
-                recorded = recorded or (records and a.requires_grad)
-            elif type(a) not in _NUMBERS:
-                is_usual = False
-                break
+        with functions_off():  # levels further out have pushed the mode too
+            for a in args:
+                if type(a) is BatchedTensor and a.level is level:
+                    recorded = recorded or (records and a.requires_grad)
+                elif type(a) not in _NUMBERS:
+                    is_usual = False
+                    break
         if not recorded:
             out = answer_call(func, args, kwargs, level)
             if out is not None:
@@ -181,7 +198,7 @@ class VmapFunctionMode(TorchFunctionMode):
             for a in args if not kwargs else (*args, *kwargs.values()):
                 if type(a) in _STRANGERS:
                     return self._call_by_class(type(a), func, args, kwargs or {})
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = _call_past_outer_levels(func, args, kwargs or {})
         if func in _GRADIENTS and not is_in_backward():
             out = _complete_gradients(func, args, out)
         if write_counts.named or (
@@ -225,14 +242,33 @@ class VmapFunctionMode(TorchFunctionMode):
 VMAP_FUNCTIONS = VmapFunctionMode()  # it has no state, so one does for all
 
 
+def _call_past_outer_levels(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Make a call that the mode has looked at, without a second look for each level further out.
+
+    Each level has pushed the one mode, which asks for the innermost level every time.
+    """
+    if find_innermost_function_mode() is not VMAP_FUNCTIONS:
+        return func(*args, **kwargs)
+    passed = 0
+    try:
+        while find_innermost_function_mode() is VMAP_FUNCTIONS:
+            pop_functions()
+            passed += 1
+        return func(*args, **kwargs)
+    finally:
+        for _ in range(passed):
+            push_functions(VMAP_FUNCTIONS)
+
+
 def _may_need_sharing(args: Any, kwargs: dict | None, level: Level | None) -> bool:
     """True if any argument might need sharing: a cheap look before the careful one."""
-    for a in args if not kwargs else (*args, *kwargs.values()):
-        if type(a) is BatchedTensor and a.level is level:
-            continue
-        if isinstance(a, torch.Tensor):
-            if a.requires_grad or has_users_tangents():
+    with functions_off():
+        for a in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(a, Wrapper) and a.level is level:
+                continue
+            if isinstance(a, torch.Tensor):
+                if a.requires_grad or has_users_tangents():
+                    return True
+            elif type(a) in _SEQUENCES and _may_need_sharing(a, None, level):
                 return True
-        elif type(a) in _SEQUENCES and _may_need_sharing(a, None, level):
-            return True
     return False
