@@ -88,6 +88,7 @@ from forall._vmap.rule_makers import basic
 from forall._vmap.rule_makers.basic import (
     VIEWERS,
     has_plain_stack,
+    is_mapped,
     is_own_shared,
     lower_shared,
     wrap_results,
@@ -101,6 +102,8 @@ _HANDLERS = registry.HANDLERS
 _SHARED = registry.SHARED
 _ALIAS = aten.alias.default
 _DETACH = aten.detach.default
+# What torch's forward mode asks for each tangent. The answer is on the wrappers.
+_SAME_SIZE, _SAME_STORAGE = aten.is_same_size.default, aten._has_same_storage_numel.default
 _TO_COPY = aten._to_copy.default
 _HANDED_ON = OURS, f"{TORCH}_ops.py"  # by the levels further in
 _LIFT_FRESH = aten.lift_fresh.default  # by its schema a view, of the constant
@@ -204,8 +207,14 @@ class Operations(VmapLevel):
                     if func is _DETACH and not is_excluded(AUTOGRAD):
                         return args[0].graph_free()
                     return handler(level, func, args, kwargs or {})  # pyright: ignore[reportOptionalCall]
-                elif func is _ALIAS and not level.records_on_value and is_own_shared(args[0], level):
+                elif (
+                    func is _ALIAS and not level.records_on_value and is_own_shared(args[0], level)
+                ):
                     return derive_view(args[0], args[0].value, None, alias_call)
+                elif (func is _SAME_SIZE or func is _SAME_STORAGE) and any(
+                    is_mapped(a, level) for a in args
+                ):
+                    return handler(level, func, args, {})  # pyright: ignore[reportOptionalCall]
                 met: list[_Tensor] = []
                 found = (
                     level._classify_operands(args, met, kwargs.values())

@@ -34,9 +34,7 @@ def has_plain_stack(a: Any, level: Any) -> bool:
 
 def is_own_shared(a: Any, level: Any) -> bool:
     """True if ``a`` was made under ``level`` and is the same for all its examples."""
-    return (
-        type(a) is BatchedTensor and a.axis is None and a.level is level and not a.is_external
-    )
+    return type(a) is BatchedTensor and a.axis is None and a.level is level and not a.is_external
 
 
 def move_to_front(a: BatchedTensor) -> Tensor:
