@@ -61,8 +61,9 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
     if has_users_tangents():
         return None  # an operand that is no value of the level may have a tangent of the user's
     with enable_autograd_below(grad=level.outer_grad, forward=True):
-        needs_primals = _needs_primals(level, args)
-        split = level.split_dual if needs_primals else level.split_value
+        # An alias of a plain primal takes less time than to do without.
+        is_split = not any(type(a) is DualTensor and isinstance(a.value, Wrapper) for a in args)
+        split = level.split_dual if is_split else level.split_value
         pairs = [split(a) for a in args]
         i, j = _FACTORS.get(func, (0, 1))
         both = pairs[i][1] is not None and pairs[j][1] is not None
@@ -70,7 +71,9 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
             return None
         if is_in_backward() and any(t is None and read_tangent(p) is not None for p, t in pairs):
             return None  # a tensor saved by a node has a tangent, and is no value of the level
-        set_forward_enabled(needs_primals)
+        if not is_split and _keeps_operands(level, pairs):
+            is_split, pairs = True, [level.split_dual(a) for a in args]
+        set_forward_enabled(is_split)  # where it is off a value is as good as its primal
         try:
             halves = _push_halves(level, func, pairs, kwargs)
         finally:
@@ -78,24 +81,16 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
         return None if halves is None else attach_tangent(*halves)
 
 
-def _needs_primals(level: DualLevel, args: tuple) -> bool:
-    """True if values must be split into primals and tangents, for which autograd makes an alias.
-
-    Where forward mode is off a value is as good as its primal. But nothing may keep it: no graph,
-    no tape, and no table of values that are restricted to some examples. An alias of a plain tensor
-    takes less time than to do without.
-    """
-    if level.tapes is not None or stack.ever_parted:
-        return True
-    plain = True
-    for a in args:
-        v = a
-        if type(a) is DualTensor and a.level is level:
-            v = a.value
-            plain = plain and not isinstance(v, Wrapper)
-        if level.outer_grad and isinstance(v, torch.Tensor) and v.requires_grad:
-            return True
-    return plain
+def _keeps_operands(level: DualLevel, pairs: list[tuple[Any, Any]]) -> bool:
+    """True if operands may be kept: by a graph, a tape, or a table of those for some examples."""
+    return (
+        level.tapes is not None
+        or stack.ever_parted
+        or (
+            level.outer_grad
+            and any(isinstance(v, torch.Tensor) and v.requires_grad for v, _ in pairs)
+        )
+    )
 
 
 def _push_halves(
