@@ -192,14 +192,26 @@ def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
 def read_tangent(value: Any) -> torch.Tensor | None:
     """Return the tangent that torch's forward mode gave a value, None if it has none.
 
-    Torch makes an alias of the primal too, for which no handler has to run: it is dropped here.
+    Torch makes an alias of the primal too, for which no handler has to run: it is dropped here. But
+    the tangent of a view may have to be made of its base's, and by the handlers.
     """
     if not isinstance(value, torch.Tensor) or value.is_inference():  # torch fails if asked for one
         return None
-    if type(value) is not torch.Tensor and not isinstance(value, Wrapper):
+    if not isinstance(value, Wrapper) or (value._is_view() and not value.__dict__.get(_ATTACHED)):
         return split_tangent(value, level=0)[1]
     with no_dispatch():
         return split_tangent(value, level=0)[1]
+
+
+_ATTACHED = "has_attached_tangent"
+
+
+def attach_own_tangent(primal: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """Return a value of which `read_tangent` knows that it is no view of a base with a tangent."""
+    value = attach_tangent(primal, tangent)
+    if isinstance(value, Wrapper):
+        vars(value)[_ATTACHED] = True
+    return value
 
 
 def wrap_dual(value: torch.Tensor, level: DualLevel) -> DualTensor:

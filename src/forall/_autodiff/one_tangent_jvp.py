@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 
-from forall._autodiff.dual_tensor import DualLevel, DualTensor, read_tangent
+from forall._autodiff.dual_tensor import (
+    DualLevel,
+    DualTensor,
+    attach_own_tangent,
+    read_tangent,
+)
 from forall._compat.dispatch_state import (
     enable_autograd_below,
     has_users_tangents,
     is_in_backward,
     set_forward_enabled,
 )
-from forall._compat.lazy_bits import attach_tangent
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import stack
 
@@ -78,7 +82,7 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
             halves = _push_halves(level, func, pairs, kwargs)
         finally:
             set_forward_enabled(True)
-        return None if halves is None else attach_tangent(*halves)
+        return None if halves is None else attach_own_tangent(*halves)
 
 
 def _keeps_operands(level: DualLevel, pairs: list[tuple[Any, Any]]) -> bool:

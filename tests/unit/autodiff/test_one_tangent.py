@@ -216,3 +216,25 @@ def test_a_product_with_a_constant_runs_no_more_than_its_tangent():
             jacfwd(f)(x)
         counts.append(kernels.found)
     assert counts[1] - counts[0] == Counter({"mul": 8})
+
+
+@pytest.mark.parametrize(
+    "view", [torch.Tensor.diagonal, torch.t, lambda y: y[0], torch.Tensor.detach]
+)
+def test_a_view_of_a_tensor_that_gets_its_tangent_later(view):
+    c = draw((3,), torch.float64, 2)
+
+    def f(x):
+        base = torch.zeros(3, 3, dtype=x.dtype)
+        part = view(base)
+        base.add_(x)
+        return (part * c - c / (part + 2)).sin()
+
+    xs = draw((2, 3), torch.float64, 0)
+    if view is torch.Tensor.detach:
+        assert not jacfwd(f)(xs[0]).any()
+        return
+    torch.testing.assert_close(jacfwd(f)(xs[0]), jacrev(f)(xs[0]))
+    loop = torch.stack([jacrev(jacrev(f))(x) for x in xs])
+    torch.testing.assert_close(vmap(jacfwd(jacfwd(f)))(xs), loop)
+    torch.testing.assert_close(vmap(hessian(f))(xs), loop)
