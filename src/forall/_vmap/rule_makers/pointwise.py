@@ -162,11 +162,12 @@ class OperandConverter:
 def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
     """Apply a pointwise operator to operands of this level that broadcast as they lie; else None.
 
-    Mapped operands have one layout. What all examples share has fewer dims, or all operands are
-    shared. The rest are numbers.
+    Mapped operands have one dtype and one batch axis; it is in front where their ranks differ. What
+    all examples share has fewer dims, or all operands are shared. The rest are numbers.
     """
     values: list[Any] = []
     shared: list[Tensor] = []
+    pads = False
     x: Any = None  # the first mapped operand's stack
     axis: Any = None
     for a in args:
@@ -182,18 +183,21 @@ def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
                 shared.append(v)
             elif x is None:
                 x, axis = v, a.axis
-            elif (
-                a.axis != axis
-                or v.dim() != x.dim()
-                or v.dtype != x.dtype
-                or (v.dim() == 1 and v.device != x.device)
-            ):
+            elif a.axis != axis or v.dtype != x.dtype:
+                return None
+            elif v.dim() != x.dim():
+                if axis or v.device != x.device:
+                    return None
+                pads = True
+            elif v.dim() == 1 and v.device != x.device:
                 return None
             values.append(v)
         elif kind is float or kind is int or not isinstance(a, (Tensor, list, tuple)):
             values.append(a)
         else:
             return None
+    if pads:
+        return None if shared else _call_padded(level, func, args, values)
     if shared:
         if x is not None and not all(_fits_beside(v, x, axis) for v in shared):
             return None
@@ -210,6 +214,14 @@ def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
     if level.records_on_value:
         mark_diagonal_result(level, func, args, out)
     return out
+
+
+def _call_padded(level: Any, func: Any, args: tuple, values: list) -> Any:
+    """Apply an operator to stacks of several ranks, with their examples in front, and numbers."""
+    padded = pad_stacks(values)
+    out = func._op(*padded)
+    is_open = any(isinstance(v, Tensor) and is_axis_inside(v, 0) for v in values)
+    return _wrap_laid_out(level, func, args, {}, out, 0, is_open and is_layout_open(out, padded))
 
 
 def _fits_beside(v: Tensor, x: Tensor, axis: int) -> bool:
