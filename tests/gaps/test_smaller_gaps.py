@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import forall
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jit, jvp, vjp, vmap
 
@@ -209,7 +210,8 @@ def test_second_derivative_of_a_power_at_zero():
 
 @pytest.mark.xfail(strict=True, reason="the inner map's values meet those of the outer one")
 @pytest.mark.parametrize("square", [False, True])
-def test_gradients_per_example_through_a_pull_back_that_contains_a_map(square):
+def test_gradients_per_example_through_a_pull_back_that_contains_a_map(square, monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", False)  # a recorded call has the loop's numbers
     rows, cotangents = torch.eye(2, 3, dtype=D), torch.ones(4, 2, dtype=D)
     _, pull = vjp(lambda x: vmap(lambda a: (a * x).sin().sum())(rows), rows.sum(0))
 
