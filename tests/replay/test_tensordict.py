@@ -16,7 +16,7 @@ tensordict = pytest.importorskip("tensordict")
 TensorDict, TensorDictParams = tensordict.TensorDict, tensordict.TensorDictParams
 tdnn = pytest.importorskip("tensordict.nn")
 pytestmark = pytest.mark.usefixtures("at_once", "either_way")
-TIMES = 60  # a call takes milliseconds, and is not recorded at once
+TIMES = 60  # the first calls are watched and recorded
 
 
 def numbers(*shape: int) -> torch.Tensor:

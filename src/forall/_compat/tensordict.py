@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 # Parts of tensordict that do more than make collections of others: they read and write files,
 # share memory, run other processes, keep graphs of CUDA.
-_HAVE_EFFECTS = re.compile(
+_MODULES_WITH_EFFECTS = re.compile(
     r"tensordict\.(.*memmap|persistent|store|_ucxx|_archive|_datasets|_reductions|_?tabular|_arrow"
     r"|_safetensors|_base\.serialization|_base\.distributed|nn\.cudagraphs|prototype|_?testing)\b.*"
 )
 # Functions of the other parts that do.
-_HAS_EFFECTS = re.compile(
+_FUNCTIONS_WITH_EFFECTS = re.compile(
     r"(?!is_|_is_|_leaf_is_|_maybe_|_check_|load_state_dict|_load_from_state_dict)"
     r".*(memmap|share_memory|pin_mem|save|dump|load|send|recv|remote|all_gather|all_reduce"
     r"|gather_and_stack|consolidate|executor|multithread|proc_|print)"
@@ -61,14 +61,14 @@ def is_of_tensordict(module: str) -> bool:
 
 def is_pure_module(module: str) -> bool:
     """Return True for a module of tensordict's that only makes collections of others."""
-    return is_of_tensordict(module) and _HAVE_EFFECTS.fullmatch(module) is None
+    return is_of_tensordict(module) and _MODULES_WITH_EFFECTS.fullmatch(module) is None
 
 
 def has_effects(code: CodeType, module: str) -> bool:
     """Return True for code of tensordict's with effects besides on collections and tensors."""
     return is_of_tensordict(module) and (
         not is_pure_module(module)
-        or _HAS_EFFECTS.fullmatch(code.co_name) is not None
+        or _FUNCTIONS_WITH_EFFECTS.fullmatch(code.co_name) is not None
         or (module == "tensordict._utils_options" and code.co_name in ("set", "__exit__"))
     )
 
