@@ -13,6 +13,19 @@ from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize
 from oracle import difference
 
 
+class Cube(torch.autograd.Function):
+    """The third power, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
 def slope(f: Callable) -> Callable:
     def derivative(x: Tensor) -> Tensor:
         x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from forall import grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from laws.nesting import Cube
 
 XS = torch.linspace(-2, 3, 8, dtype=torch.float64).reshape(4, 2)
 TS = XS.cos()
@@ -35,17 +36,6 @@ class Both(torch.autograd.Function):
     def backward(ctx, g, h):
         (a,) = ctx.saved_tensors
         return a.cos() * g + 3 * a**2 * h
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
 FUNCTIONS = {

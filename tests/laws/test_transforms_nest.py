@@ -20,7 +20,7 @@ from forall import (
     vjp,
     vmap,
 )
-from laws.nesting import PAIRS, TRIPLES, check_nesting
+from laws.nesting import PAIRS, TRIPLES, Cube, check_nesting
 from oracle import difference
 
 D = torch.float64
@@ -408,17 +408,6 @@ def test_a_gradient_per_example_through_a_pull_back_leads_to_the_point(f):
 
     truth = slope(lambda g, cotangents: torch.stack([g(c) for c in cotangents]))
     assert difference(slope(lambda g, cotangents: vmap(g)(cotangents)), truth) is None
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
 def test_the_tangent_of_mapped_second_derivatives_of_a_function():

@@ -176,7 +176,7 @@ class GraphPullback:
         primal.
         """
         if level is self.level or not self._is_inside(level):
-            return self._run(cots, retain_graph)
+            return self._run_backward(cots, retain_graph)
         if any(is_functorch_wrapped(c) for c in cots):
             raise documented_error(NotImplementedError, "mixed-with-torch-func")(
                 "vjp: its function is called inside a transform of torch.func that is itself "
@@ -219,7 +219,7 @@ class GraphPullback:
                 ]
         return self._run_stacked(stacks)
 
-    def _run(self, cots: list, retain_graph: bool) -> list:
+    def _run_backward(self, cots: list, retain_graph: bool) -> list:
         outer = torch.is_grad_enabled()
         with reverse_mode.record_autograd() as run, reverse_mode.hide_ended_tangents():
             run.include(self.run)

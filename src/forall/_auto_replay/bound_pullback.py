@@ -78,7 +78,7 @@ class _SavedPullback(GraphPullback):
     def find_replayed(self) -> ReplayedPullback | None:
         return self._replayed
 
-    def _run(self, cots: list, retain_graph: bool) -> list:
+    def _run_backward(self, cots: list, retain_graph: bool) -> list:
         if not retain_graph:
             raise _NeedsGraph  # it will be freed
         self._check_history(cots)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from forall._jit.tracing.coverage import FullCoverage
 
-_METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
+METHODS_IN_C = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
 
 class NamedValue(NamedTuple):
@@ -114,7 +114,7 @@ def _get_module_name(value: Any) -> str:
     name = module_of(value)
     if name:
         return name
-    if isinstance(value, _METHODS):
+    if isinstance(value, METHODS_IN_C):
         return module_of(value.__objclass__)
     if isinstance(value, BuiltinFunctionType):
         owner = value.__self__

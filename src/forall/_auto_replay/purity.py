@@ -25,10 +25,8 @@ from types import (
     CodeType,
     FunctionType,
     MappingProxyType,
-    MethodDescriptorType,
     MethodWrapperType,
     ModuleType,
-    WrapperDescriptorType,
 )
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType
@@ -37,19 +35,21 @@ import torch
 
 from forall._auto_replay.identity_keys import uses_ids_as_keys
 from forall._auto_replay.named_values import (
+    METHODS_IN_C,
     describe_value,
     find_named_value,
     iterate_named_values,
 )
 from forall._compat import pure_functions, tensordict
 from forall._compat.call_site import SourceLine
-from forall._compat.private_api import PLAIN, module_of
+from forall._compat.private_api import PLAIN
 from forall._core.python_state import (
     SETTERS,
     UNSET,
     ObjectStandIn,
     UnguardedState,
     cell_contents_of,
+    find_home,
     find_rebound_names,
     is_library_module,
     is_not_users,
@@ -57,7 +57,6 @@ from forall._core.python_state import (
     may_rebind,
     may_rebind_by,
     may_write_attributes,
-    module_name_of,
 )
 from forall._core.reachable import CONTAINERS, DICT_VIEWS, WRAPPERS, is_ndarray
 from forall._jit.deadline import STEPS_PER_CLOCK_READ, TOO_LONG, clock
@@ -73,7 +72,6 @@ if TYPE_CHECKING:
     from forall._jit.tracing.coverage import FullCoverage
 
 _WRAPPERS = {MappingProxyType, *WRAPPERS} - {BuiltinFunctionType, MethodWrapperType}
-_METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 _OPS_WITH_ATTRIBUTE = ATTRIBUTES | {
     "STORE_ATTR",
     "DELETE_ATTR",
@@ -122,8 +120,10 @@ def _find_effect_of_tensordict(ran: FullCoverage, reached: Iterable[Any]) -> str
     Which of its many functions run is known for observed calls alone: methods that its own code
     calls are not reached.
     """
+    if not tensordict.is_loaded():
+        return None
     if not ran.seen:
-        if any(tensordict.is_of_tensordict(_find_home(value)) for value in reached):
+        if any(tensordict.is_of_tensordict(find_home(value)) for value in reached):
             return "uses tensordict, and was not watched while it ran"
         return None
     codes = ran.list_library_codes()
@@ -131,13 +131,6 @@ def _find_effect_of_tensordict(ran: FullCoverage, reached: Iterable[Any]) -> str
         (f"{home}.{c.co_qualname}" for c, home in codes if tensordict.has_effects(c, home)), None
     )
     return odd and f"it runs {odd}"
-
-
-def _find_home(value: Any) -> str:
-    """Return the name of the module of a function, of a class, or of an object's class."""
-    if isinstance(value, FunctionType):
-        return module_name_of(value)
-    return module_of(value if isinstance(value, type) else type(value))
 
 
 def _describe_doubt(reading: _CodeReader, reached: list[Any], found: Any) -> str:
@@ -431,7 +424,7 @@ def _is_certain(value: Any) -> bool:
         return all(b is type or pure_functions.is_trusted_base(b) for b in bases)
     if isinstance(value, BuiltinFunctionType):
         return pure_functions.is_trusted_value(value) or type(value.__self__) in CONTAINERS
-    if isinstance(value, _METHODS):
+    if isinstance(value, METHODS_IN_C):
         known = pure_functions.is_trusted_base(getattr(value, "__objclass__", object))
         return known and value.__name__ not in NAMES_OF_ANY_LOOKUP | pure_functions.TELLING
     if isinstance(value, ReferenceType):

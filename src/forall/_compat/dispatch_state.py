@@ -359,10 +359,11 @@ def is_accumulating() -> bool:
     return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
 
 
-def runs_c_node() -> bool:
-    """Return True if a backward pass is at a node in C++, which calls no code of the user's."""
+def is_at_c_node() -> bool:
+    """Return True if a backward pass is at a node in C++ that computes gradients, and sets none."""
     node = torch._C._current_autograd_node()
-    return node is not None and not isinstance(node, torch._C._FunctionBase)
+    others = torch._C._FunctionBase, torch._C._functions.AccumulateGrad
+    return node is not None and not isinstance(node, others)
 
 
 def get_accumulating_leaf() -> torch.Tensor | None:

@@ -38,7 +38,7 @@ _FUNCTIONS_WITH_EFFECTS = re.compile(
 
 
 def _has_tensordict(spec: TreeSpec) -> bool:
-    return "tensordict" in sys.modules and _has_collection(spec)
+    return is_loaded() and _has_collection(spec)
 
 
 def _has_collection(spec: TreeSpec) -> bool:
@@ -52,6 +52,11 @@ def _has_collection(spec: TreeSpec) -> bool:
 def _is_lazy_stack(spec: TreeSpec) -> bool:
     """Return True for a lazy stack: a collection of collections, each with its own tensors."""
     return isinstance(spec._context, dict) and "stack_dim" in spec._context
+
+
+def is_loaded() -> bool:
+    """Return True if tensordict was imported: no object is a collection before."""
+    return "tensordict" in sys.modules
 
 
 def is_of_tensordict(module: str) -> bool:

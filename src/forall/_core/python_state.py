@@ -98,6 +98,13 @@ def module_name_of(func: FunctionType) -> str:
     return func.__globals__.get("__name__") or ""
 
 
+def find_home(thing: Any) -> str:
+    """Return the name of the module of a function, of a class, or of an object's class."""
+    if isinstance(thing, FunctionType):
+        return module_name_of(thing)
+    return module_of(thing if isinstance(thing, type) else type(thing))
+
+
 def is_library_module(module: str) -> bool:
     """True if this is the name of a module of torch, numpy and the few others in `_LIBRARIES`.
 

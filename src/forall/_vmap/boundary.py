@@ -19,11 +19,11 @@ from forall._compat.dispatch_state import (
     has_tangent,
     has_users_tangents,
     is_accumulating,
+    is_at_c_node,
     is_functorch_wrapped,
     is_legacy_batched,
     is_torch_func_value,
     make_plain_alias,
-    runs_c_node,
 )
 from forall._compat.documented_error import documented_error
 from forall._compat.op_schema import get_facts
@@ -95,8 +95,7 @@ def is_at_outer_node(level: VmapLevel, met: list[torch.Tensor]) -> bool:
         not level.records_on_value
         and torch.is_grad_enabled()
         and any(t.requires_grad and level_of(t) is not level for t in met)
-        and runs_c_node()
-        and not is_accumulating()
+        and is_at_c_node()
     )
 
 

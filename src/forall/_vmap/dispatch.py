@@ -317,7 +317,7 @@ class Operations(VmapLevel):
             if isinstance(known, _Tensor):
                 return wrap_stack(known, None, self)
             (func, args, kwargs), handler = known, None
-        is_outside = found is not _MAPPED and boundary.is_at_outer_node(self, met)
+        is_outside = bool(met) and found is not _MAPPED and boundary.is_at_outer_node(self, met)
         if met and not is_outside:
             boundary.check_all_shared(self, func, met)
             known = check_external_access(self, func, args, kwargs, found is _MAPPED, met)
@@ -373,7 +373,7 @@ _WORDS = frozenset({int, float, bool, type(None)})
 
 
 def run_outside_operator(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operator of a node from outside the level, whose results stay there."""
+    """Run an operator on what all examples share, as outside the level: its results stay there."""
     plain = {k: lower_shared(a, level) for k, a in kwargs.items()}
     return func(*[lower_shared(a, level) for a in args], **plain)
 
@@ -382,7 +382,7 @@ def run_shared_operator(level: VmapLevel, func: Any, args: tuple, kwargs: dict) 
     """An operator whose arguments are the same for all examples runs once."""
     if func in ACCUMULATION and is_accumulating() and is_from_outside(args[0], level):
         # It adds to the .grad of a tensor from outside, which is no value of this level.
-        return func(*(lower_shared(a, level) for a in args), **kwargs)
+        return run_outside_operator(level, func, args, kwargs)
     special = _SHARED.get(func)
     if special is not None:
         return special(level, func, args, kwargs)
