@@ -228,7 +228,7 @@ def test_a_run_that_is_made_again_finds_nested_collections_as_they_were():
 
     def f(x):
         kept["n"]["calls"] = kept["n"]["calls"] + 1
-        seen.append(x.numpy().tolist())  # only the loop has the numbers of one example
+        seen.append(x.cpu().numpy().tolist())  # only the loop has the numbers of one example
         return x * 2
 
     vmap(f)(numbers(4, 3))
