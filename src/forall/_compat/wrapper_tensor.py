@@ -13,6 +13,7 @@ from forall._compat import numpy_interop
 from forall._compat.dispatch_state import (
     PYTHON,
     SNAPSHOT,
+    functions_are_off,
     functions_off,
     is_excluded,
     no_dispatch,
@@ -22,6 +23,7 @@ from forall._compat.documented_error import documented_error
 from forall._compat.lazy_bits import copy_lazy_bits, disable_lazy_bits
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
+_STRIDE: Any = torch._C.TensorBase.stride
 
 
 # Attributes of wrappers that belong to forall.
@@ -252,10 +254,12 @@ OVERRIDDEN |= {torch.Tensor.data.__get__: "data", torch.Tensor.data.__set__: "=d
 
 def get_strides(value: torch.Tensor) -> tuple[int, ...]:
     try:
-        if isinstance(value, Wrapper):
-            with functions_off():  # for a user's call the value would be laid out anew
-                return value.stride()
-        return value.stride()
+        if not isinstance(value, Wrapper):
+            return value.stride()
+        if functions_are_off():
+            return _STRIDE(value)
+        with functions_off():  # for a user's call the value would be laid out anew
+            return value.stride()
     except RuntimeError as error:
         raise documented_error(NotImplementedError, "sparse-layout")(
             f"A tensor of layout {value.layout} has no strides, so nothing can stand for it here.\n"

@@ -86,9 +86,11 @@ from forall._vmap.numpy_fallback import run_numpy_per_example
 from forall._vmap.rule_lookup import resolve_handler
 from forall._vmap.rule_makers import basic
 from forall._vmap.rule_makers.basic import (
+    ONCE,
+    VIEW_ONCE,
     VIEWERS,
+    find_shared_use,
     has_plain_stack,
-    is_mapped,
     is_own_shared,
     lower_shared,
     wrap_results,
@@ -197,6 +199,8 @@ class Operations(VmapLevel):
         level: Any = self.sub_level or self
         try:
             with functions_off():
+                if (func is _SAME_SIZE or func is _SAME_STORAGE) and _is_tangent_pair(level, *args):
+                    return func is _SAME_STORAGE or args[0].shape == args[1].shape
                 handler = _HANDLERS.get(func)
                 records = level.records_on_value and level.outer_grad is not None
                 if handler is handle_pointwise and not kwargs and not records:
@@ -208,13 +212,13 @@ class Operations(VmapLevel):
                         return args[0].graph_free()
                     return handler(level, func, args, kwargs or {})  # pyright: ignore[reportOptionalCall]
                 elif (
-                    func is _ALIAS and not level.records_on_value and is_own_shared(args[0], level)
+                    not (kwargs or level.records_on_value)
+                    and args
+                    and is_own_shared(args[0], level)
                 ):
-                    return derive_view(args[0], args[0].value, None, alias_call)
-                elif (func is _SAME_SIZE or func is _SAME_STORAGE) and any(
-                    is_mapped(a, level) for a in args
-                ):
-                    return handler(level, func, args, {})  # pyright: ignore[reportOptionalCall]
+                    out = _try_own_shared(level, func, args)
+                    if out is not None:
+                        return out
                 met: list[_Tensor] = []
                 found = (
                     level._classify_operands(args, met, kwargs.values())
@@ -366,6 +370,52 @@ class Operations(VmapLevel):
         elif type(a) in _SEQUENCES and a:
             return type(a)([self._share_argument(b) for b in a])
         return a
+
+
+def _is_tangent_pair(level: VmapLevel, a: Any, b: Any) -> bool:
+    """True for values of this level, of which one differs between the examples."""
+    return (
+        type(a) is BatchedTensor is type(b)
+        and a.level is level is b.level
+        and not (a.axis is None is b.axis)
+    )
+
+
+def _try_own_shared(level: VmapLevel, func: Any, args: tuple) -> Any:
+    """Run an operator once on values made under this level that all its examples share; else None.
+
+    Its first argument is such a value. This is `run_shared_operator` for operators that only read,
+    and for views with a rule, without what others need.
+    """
+    x = args[0]
+    if func is _ALIAS:
+        return derive_view(x, x.value, None, alias_call)
+    use = find_shared_use(func)
+    if (use is not ONCE and use is not VIEW_ONCE) or func is _TO_COPY or func is _DETACH:
+        return None
+    values = []
+    for a in args:
+        if type(a) is BatchedTensor:
+            v = a.value
+            if a.axis is not None or a.level is not level or a.is_external:
+                return None
+            if v.is_complex() or v.is_neg() or v.layout is not torch.strided:
+                return None  # a kernel could meet a lazy bit, or all examples be one sparse tensor
+            values.append(v)
+        elif type(a) in _WORDS or not (isinstance(a, _Tensor) or _has_tensors(a)):
+            values.append(a)
+        else:
+            return None
+    if use is VIEW_ONCE:
+        return basic.derive_views(x, func, args[1:], {}, func._op(*values))
+    out = call_with_lazy_bits(func._op, tuple(values), {})  # a kernel may make some inside
+    if sparse_stack.can_stay_unwrapped(out, args):
+        return sparse_stack.alias_constant(out)
+    return wrap_results(out, None, level)
+
+
+def _has_tensors(a: Any) -> bool:
+    return type(a) in _SEQUENCES and any(isinstance(b, _Tensor) for b in a)
 
 
 _SEQUENCES = frozenset({list, tuple})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from functools import cmp_to_key, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._compat.documented_error import documented_error
-from forall._compat.op_schema import map_arguments
+from forall._compat.op_schema import get_facts, map_arguments
 from forall._compat.private_api import pop_mode, push_mode
+from forall._compat.symbolic_zeros import LINEAR
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.axes import pad_rank
 from forall._core.levels import set_acting_level
@@ -73,6 +75,24 @@ def wrap_results(out: Any, axis: int | None, level: Any) -> Any:
     if isinstance(out, (list, tuple)):
         return type(out)(wrap_results(o, axis, level) for o in out)
     return out
+
+
+# How an operator runs on what all examples share.
+ONCE, LINEAR_ONCE, VIEW_ONCE, BY_HANDLER = "once", "linear", "view", "by a handler of its own"
+
+
+@functools.cache
+def find_shared_use(func: Any) -> str:
+    """Return how an operator runs on what all examples share.
+
+    One of `LINEAR` may be simpler for marked zeros. A view here is one with a rule of its own.
+    """
+    fact = get_facts(func)
+    if func in registry.SHARED or fact.seeded or fact.writes or fact.is_collective:
+        return BY_HANDLER
+    if fact.view:
+        return VIEW_ONCE if func in registry.VIEWS and func not in LINEAR else BY_HANDLER
+    return LINEAR_ONCE if func in LINEAR else ONCE
 
 
 # --- views -------------------------------------------------------------------------------------

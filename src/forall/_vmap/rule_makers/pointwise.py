@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from forall._compat.dispatch_state import functions_off, no_dispatch
-from forall._compat.op_schema import get_facts, map_arguments
-from forall._compat.symbolic_zeros import LINEAR, is_marked_zero, marking
+from forall._compat.op_schema import map_arguments
+from forall._compat.symbolic_zeros import is_marked_zero, marking
 from forall._core.axes import is_axis_inside, pad_rank
 from forall._core.half_precision import HALVES
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.memory_layout import is_layout_open, match_example_layout
-from forall._vmap.registry import SHARED
 from forall._vmap.rule_makers.basic import (
+    LINEAR_ONCE,
+    ONCE,
     count_example_dims,
+    find_shared_use,
     is_mapped,
     lower_shared,
     move_to_front,
@@ -201,9 +203,9 @@ def try_aligned_pointwise(level: Any, func: Any, args: tuple) -> Any:
     if shared:
         if x is not None and not all(_fits_beside(v, x, axis) for v in shared):
             return None
-        how = _find_shared_use(func)
-        if how is _NOT_AS_IT_IS or (
-            how is _LINEAR and marking.used and any(map(is_marked_zero, shared))
+        use = find_shared_use(func)
+        if use is not ONCE and (
+            use is not LINEAR_ONCE or (marking.used and any(map(is_marked_zero, shared)))
         ):
             return None
     elif x is None:
@@ -227,18 +229,6 @@ def _call_padded(level: Any, func: Any, args: tuple, values: list) -> Any:
 def _fits_beside(v: Tensor, x: Tensor, axis: int) -> bool:
     """True if what all examples share broadcasts with each example of a stack, dtype and all."""
     return v.dim() < x.dim() - axis and v.dtype == x.dtype and v.device == x.device
-
-
-_NOT_AS_IT_IS, _LINEAR, _AS_IT_IS = "not as it is", "linear", "as it is"
-
-
-@functools.cache
-def _find_shared_use(func: Any) -> str:
-    """Return how an operator runs on what all examples share: once, or by a handler of its own."""
-    fact = get_facts(func)
-    if func in SHARED or fact.seeded or fact.writes or fact.view or fact.is_collective:
-        return _NOT_AS_IT_IS
-    return _LINEAR if func in LINEAR else _AS_IT_IS
 
 
 def handle_pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
