@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import handle_torch_function, has_torch_function, is_tensor_like
 from torch.utils import checkpoint
 
 from forall._compat.documented_error import documented_error
@@ -126,6 +127,40 @@ def _make_release_error(what: str) -> ImportError:
         f"    torch   {torch.__version__}, where {what}\n"
         f"Install a torch that forall was tested on, from {_name_tested_releases()}."
     )
+
+
+def ask_overrides_of_backward(torchs: Callable) -> Callable:
+    """Return `torch.autograd.backward`, which asks function modes and classes of tensors first.
+
+    Releases that do not yet ask them, as they do for `torch.autograd.grad`, would accumulate the
+    gradients of one example in a tensor that all examples share.
+    """
+    if has_torch_function.__name__ in inspect.unwrap(torchs).__code__.co_names:
+        return torchs
+
+    @functools.wraps(torchs)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> Any:
+        groups = [x if isinstance(x, (list, tuple)) else (x,) for x in (tensors, inputs)]
+        given = tuple(t for group in groups for t in group if is_tensor_like(t))
+        how = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        if grad_variables is not None:  # torch warns that it is deprecated
+            how["grad_variables"] = grad_variables
+        if has_torch_function(given):
+            return handle_torch_function(backward, given, tensors, grad_tensors=grad_tensors, **how)
+        return torchs(tensors, grad_tensors, **how)
+
+    return backward
+
+
+# Before any other module of forall takes the function for a key.
+torch.autograd.backward = ask_overrides_of_backward(torch.autograd.backward)
 
 
 def wrap_checkpoints(begin: Callable) -> None:
