@@ -8,6 +8,10 @@ NOTE [seen by the instruction]
     To trace lines would be cheaper, but a line may hold both branches. ``sys.settrace`` reports
     each instruction, except one after EXTENDED_ARG: there the EXTENDED_ARG is reported instead.
     Other threads are not traced; backward passes run in this thread, on whatever device.
+
+    From Python 3.13 on, a call whose code never asked for its instructions before is not told of
+    them if its frame has no trace function yet. In Python 3.12 tracing has to begin after the first
+    frame has asked. So both are set here, before anything runs.
 """
 
 from __future__ import annotations
@@ -142,6 +146,7 @@ class ObservedCoverage(FullCoverage):
 
     @contextmanager
     def observe_calls(self) -> Iterator[None]:
+        sys._getframe().f_trace_opcodes = True  # before tracing begins: see the NOTE
         sys.settrace(self._trace_call)
         try:
             yield
@@ -165,6 +170,7 @@ class ObservedCoverage(FullCoverage):
         tracer = known[1]
         self._check_deadline(frame)
         if tracer is not None:
+            frame.f_trace = tracer  # before it asks for instructions: see the NOTE
             frame.f_trace_opcodes = True
             self._sites.setdefault(frame.f_code, set()).add(self._find_site(frame.f_back))
         return tracer
