@@ -482,10 +482,59 @@ I = iter(L)
 f: x * operator.length_hint(I) * L[0]
 > L[0] = 5.
 
-# position in a tuple, a range and a reversed list
-I = [iter((1., 2.)), iter(range(3)), reversed([1.])]
-f: x * sum(map(operator.length_hint, I))
-> next(I[1])
+# position in a tuple
+I = iter((1., 2., 3.))
+f: x * operator.length_hint(I)
+> next(I)
+
+# position in a range
+I = iter(range(3))
+f: x * operator.length_hint(I)
+> next(I)
+
+# position in a range that runs down
+I = iter(range(9, 0, -4))
+f: x * operator.length_hint(I)
+> next(I)
+
+# position in a reversed range
+I = reversed(range(3))
+f: x * operator.length_hint(I)
+> next(I)
+
+# position in a reversed list
+I = reversed([1., 2., 3.])
+f: x * operator.length_hint(I)
+> next(I)
+
+# end of a list
+I = iter([1.])
+f: x * (2. + operator.length_hint(I))
+> next(I)
+
+# end of a reversed list
+I = reversed([1.])
+f: x * (2. + operator.length_hint(I))
+> next(I)
+
+# list that grows after an iterator's end
+L = [1.]
+I = iter(L)
+next(I)
+f: x * (2. + operator.length_hint(I))
+> L.append(5.)
+
+# list that has grown under an iterator in the middle
+L = [1., 2., 3.]
+I = iter(L)
+f: x * (2. + operator.length_hint(I))
+> next(I); L.insert(0, 5.)
+
+# list that grows after an iterator has found its end
+L = [1.]
+I = iter(L)
+f: x * (2. + operator.length_hint(I) * L[0])
+> [*I]; L.append(5.)
 
 # -iterator that a call moves
 I = iter([1.] * 99)

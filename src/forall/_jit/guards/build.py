@@ -78,6 +78,7 @@ from forall._jit.guards.leaves import (
     LRU_CACHE,
     SEQUENCE_ITERATORS,
     can_reach_ids,
+    count_remaining,
     get_hint_parts,
     has_state,
     is_alive,
@@ -91,7 +92,6 @@ from forall._jit.guards.leaves import (
     make_cache_test,
     may_have_attributes,
     read_buffer,
-    read_position,
 )
 from forall._jit.guards.library_globals import (
     LibraryWalk,
@@ -297,8 +297,8 @@ class _GuardWalk:
         self.walk.left += [now, *gc.get_referents(value)]  # the default of the variable among these
 
     def _visit_iterator(self, value: Any) -> None:
-        now = read_position(value)
-        self.state.others.append(lambda: read_position(value) == now)
+        now = count_remaining(value)
+        self.state.others.append(lambda: count_remaining(value) == now)
         self.walk.left += value.__reduce__()[1]
 
     def _visit_logger(self, value: Any) -> None:

@@ -69,13 +69,17 @@ def is_c_iterator(value: Any) -> bool:
     )
 
 
-# Iterators that tell by `__reduce__` of what they are, and how far they have come.
+# Iterators that tell by `__reduce__` of what they are, and how much of it is left.
 SEQUENCE_ITERATORS = frozenset(map(type, (iter([]), iter(()), iter(range(0)), reversed([]))))
 
 
-def read_position(iterator: Any) -> Any:
-    """Return how far an iterator over a sequence has come; () once it has found the end."""
-    return iterator.__reduce__()[2:]
+def count_remaining(iterator: Any) -> int:
+    """Return how many items of its sequence are left to an iterator in `SEQUENCE_ITERATORS`.
+
+    The sequence is watched, so this tells the position. `__reduce__` does not in each Python: from
+    3.12 on that of a range has no position but the range that is left.
+    """
+    return iterator.__length_hint__()
 
 
 def get_hint_parts(value: Any) -> dict[str, Any]:
