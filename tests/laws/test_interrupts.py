@@ -98,8 +98,9 @@ class Tracer:
             return None
         if self.code is not None and frame.f_code is not self.code:
             return None
+        frame.f_trace = self.met  # before, or Python 3.13 tells of none the first time
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self.met if event == "call" else None
+        return self.met
 
     def met(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "opcode":
