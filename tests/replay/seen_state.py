@@ -179,9 +179,10 @@ f: x*copy.copy(G)['k']
 # copy of a dict by another copier
 import copy
 G={'k':2.}
-f: x*copy.copy(G)['k']
-> copy._copy_dispatch[dict]=lambda d: {'k':3.}
-? copy._copy_dispatch.update({dict:dict.copy})
+T=getattr(copy,'_copy_dispatch',None)
+f: x*(2. if copy.copy(G) is G else 3.)
+> T.update({dict:lambda d: d}) if T else copy._copy_atomic_types.add(dict)
+? T.update({dict:dict.copy}) if T else copy._copy_atomic_types.discard(dict)
 
 # copy of an object
 import copy

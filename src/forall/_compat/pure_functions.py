@@ -49,6 +49,7 @@ _MODULES = frozenset({"math", "_operator", "operator", "itertools", "_bisect", "
 # Modules of Python's whose functions have no side effects, as members of classes too.
 _OF_PYTHON = frozenset(
     {"collections", "enum", "dataclasses", "abc", "typing", "types", "functools", "contextlib"}
+    | {"reprlib"}  # whose decorator is around the `__repr__` of a dataclass, from Python 3.13 on
 )
 _CLASSES = (
     "torch.nn.modules.",
@@ -267,7 +268,9 @@ _INERT = (
     type(inspect.FullArgSpec.args),  # a reader of a namedtuple's entry
     type(torch.LongTensor),  # the recorder refuses the tensors that these make
 )
-_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "numpy._globals"})
+_INERT_MODULES = frozenset(
+    {"typing", "annotationlib", "dataclasses", "_abc", "enum", "numpy._globals"}
+)
 
 
 # Classes whose objects are known, or inspected one by one.
@@ -312,9 +315,13 @@ def is_shallow_copy(value: Any) -> bool:
 
 
 def list_copiers() -> tuple[Any, ...]:
-    """Return the functions by which `copy.copy` copies the objects of Python's own classes."""
-    table = copy._copy_dispatch  # pyright: ignore[reportAttributeAccessIssue]
-    return (*table.items(),)
+    """Return by which functions, or how, `copy.copy` copies the objects of Python's own classes."""
+    tables = [getattr(copy, name) for name in _TABLES_OF_COPY if hasattr(copy, name)]
+    return tuple({**table} if isinstance(table, dict) else {*table} for table in tables)
+
+
+# The first is of Python 3.13 and before, the others are of Python 3.14.
+_TABLES_OF_COPY = ("_copy_dispatch", "_copy_atomic_types", "_copy_builtin_containers")
 
 
 SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)

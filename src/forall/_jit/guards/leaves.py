@@ -39,9 +39,12 @@ LRU_CACHE = functools._lru_cache_wrapper
 LEAVES = (*WORDS, RemovableHandle)  # hooks are visited in the object that has them
 
 
+_HOMES_OF_HINTS = frozenset({"typing", "annotationlib"})
+
+
 def is_type_hint(value: Any) -> bool:
     """True for a type hint."""
-    return type(value).__module__ == "typing" or isinstance(value, GenericAlias)
+    return type(value).__module__ in _HOMES_OF_HINTS or isinstance(value, GenericAlias)
 
 
 _ITERATOR_METHODS = ("__next__", "__anext__", "send")
