@@ -536,6 +536,41 @@ I = iter(L)
 f: x * (2. + operator.length_hint(I) * L[0])
 > [*I]; L.append(5.)
 
+# annotations
+def h(a: 2.): pass
+f: x * h.__annotations__["a"]
+> h.__annotations__["a"] = 3.
+
+# annotations replaced
+def h(a: 2.): pass
+f: x * h.__annotations__["a"]
+> h.__annotations__ = {"a": 3.}
+
+# annotations of a class
+class C: a: 2.
+f: x * C.__annotations__["a"]
+> C.__annotations__["a"] = 3.
+
+# annotations of a class replaced
+class C: a: 2.
+f: x * C.__annotations__["a"]
+> C.__annotations__ = {"a": 3.}
+
+# annotation of a global
+K = 2.
+def h(a: K): pass
+f: x * h.__annotations__["a"]
+> K = 3.
+
+# annotations by the code that makes them
+if sys.version_info < (3, 14):
+ def h(a: 2.): pass
+ h.__annotate__ = lambda how: h.__annotations__
+else:
+ def h(a: 2.): pass
+f: x * h.__annotate__(1)["a"]
+> h.__annotate__ = lambda how: {"a": 3.}
+
 # -iterator that a call moves
 I = iter([1.] * 99)
 f: x * next(I)

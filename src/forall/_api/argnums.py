@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +13,12 @@ from forall._compat.dispatch_state import functions_off
 from forall._compat.documented_error import documented_error
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
 from forall._core.escaped_values import flatten_without_escaped
+from forall._core.python_state import read_signature
 from forall._divergence import convert_if_running, thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from inspect import Signature
 
 # The position of an argument, or the name that it was passed by; one, or a tuple of them.
 ArgPlaces = Any
@@ -284,9 +285,9 @@ def _find_named_places(
     return _check_distinct(call, "argnames", several, found) if several is argnames else found[0]
 
 
-def get_signature(func: Any) -> inspect.Signature:
+def get_signature(func: Any) -> Signature:
     """Return the signature of a function; for a module, that of its forward."""
-    return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
+    return read_signature(func.forward if isinstance(func, torch.nn.Module) else func)
 
 
 def _find_position(call: TransformCall, args: tuple, kwargs: dict, name: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +25,7 @@ from forall._core.bound_meshes import bound
 from forall._core.errors import format_columns, format_short, type_name_of
 from forall._core.find_axis import check_all_come, find_axis, find_bound_axis
 from forall._core.levels import run_outside, stack
+from forall._core.python_state import read_signature
 from forall._divergence.batched_scalar import BatchedScalar, number_to_tensor
 from forall._vmap.batched_tensor import BatchedTensor, wrap_stack
 from forall._vmap.fast_path.api_calls import answer_call
@@ -44,7 +44,7 @@ _NUMBERS = (int, float, complex)
 
 def _take_bound_axes(func: Callable[..., R]) -> Callable[..., R]:
     """Make a collective run over the ranks of a bound mesh if a dim of it has the axis name."""
-    signature = inspect.signature(func)
+    signature = read_signature(func)
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ NOTE [the key of a transform]
 from __future__ import annotations
 
 import functools
-import inspect
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,7 +24,7 @@ from forall._api.execution.transform_decorator import (
 )
 from forall._compat import functorch_interop, profiler
 from forall._core.errors import TransformCall
-from forall._core.python_state import UnguardedState
+from forall._core.python_state import UnguardedState, read_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +131,7 @@ class _Definition(UnguardedState):
     ) -> None:
         self.function, self.makers = function, makers or {}
         self.verb = function.__name__
-        _, *parameters = inspect.signature(function).parameters.values()
+        _, *parameters = read_signature(function).parameters.values()
         options = [p for p in parameters if p.default is not p.empty or not has_point]
         self.defaults = {p.name: p.default for p in options if p.default is not p.empty}
         self.names = [p.name for p in options if p.kind is p.POSITIONAL_OR_KEYWORD]

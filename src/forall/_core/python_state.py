@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import itertools
 import sys
 from types import CellType, CodeType, FunctionType
@@ -13,7 +14,7 @@ from forall._compat.private_api import module_of
 from forall._core.code_table import walk_codes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from weakref import ref
 
 UNSET = object()  # the content of an empty cell, and the value of an unbound name
@@ -118,6 +119,25 @@ def cell_contents_of(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return UNSET
+
+
+def read_signature(func: Callable) -> inspect.Signature:
+    """Return a function's signature, with its annotations as text if they are not yet evaluated.
+
+    From Python 3.14 on they are code, which may name what is there for a type checker alone.
+
+    Raises:
+        TypeError: if it cannot be called.
+        ValueError: if it has no signature that Python knows.
+    """
+    return inspect.signature(func, **_UNEVALUATED)
+
+
+_UNEVALUATED: dict[str, Any] = {}
+if sys.version_info >= (3, 14):
+    import annotationlib
+
+    _UNEVALUATED["annotation_format"] = annotationlib.Format.STRING
 
 
 GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})

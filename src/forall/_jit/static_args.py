@@ -10,6 +10,7 @@ import torch
 
 from forall._compat.documented_error import documented_error
 from forall._core.errors import TransformCall, format_columns, format_short, type_name_of
+from forall._core.python_state import read_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -140,6 +141,6 @@ def _read_parameters(func: Callable) -> list[inspect.Parameter] | None:
     """The parameters of a function, None for one without a signature, such as a builtin."""
     try:
         called = func.forward if isinstance(func, torch.nn.Module) else func
-        return [*inspect.signature(called).parameters.values()]
+        return [*read_signature(called).parameters.values()]
     except (TypeError, ValueError):
         return None

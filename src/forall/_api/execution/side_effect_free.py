@@ -15,7 +15,6 @@ import functools
 import math
 import operator
 import sys
-from inspect import signature
 from math import inf
 from operator import is_not
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -35,6 +34,7 @@ from forall._core.python_state import (
     find_rebound_names,
     instructions_of,
     is_ours,
+    read_signature,
 )
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def _is_known_function(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _count_harmless(func: FunctionType) -> float:
     """Return how many arguments a function of torch's takes before one that writes or draws."""
-    names = signature(func).parameters
+    names = read_signature(func).parameters
     return next((n for n, name in enumerate(names) if name in _KEYWORDS), inf)
 
 

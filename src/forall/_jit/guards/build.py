@@ -116,7 +116,8 @@ _FUNCTION_ATTRIBUTES = (
     "__qualname__",
     "__doc__",
     "__module__",
-    "__annotations__",
+    "__annotations__",  # from Python 3.14 on this runs code, which may raise
+    *(name for name in ("__annotate__", "__type_params__") if name in vars(FunctionType)),
 )
 _BUILTINS = vars(builtins)
 _OPERATORS = (OpOverload, OpOverloadPacket)
@@ -202,25 +203,25 @@ class _GuardWalk:
             try:
                 self._visit(value)
             except Exception as error:  # noqa: BLE001
-                guards.why = (
-                    f"an object that it reaches raises {type(error).__name__} when looked at"
-                )
+                guards.why = _describe_error(error)
 
     def _list_late(self) -> Iterator[Any]:
         """Yield what code names by now and is not yet visited."""
-        late = [getattr(f, name) for f in self.functions for name in self._list_named_attributes()]
+        late = [value for _, _, value in self._read_named_attributes()]
         late += [x for names in self.aside for n, x in names.items() if self.asked.contains_name(n)]
         late += self.libraries.list_registered({**self.kinds, **self.walk.held})
         known = self.walk.held
         return (x for x in late if id(x) not in known and _visitors[type(x)] is not None)
 
-    def _list_named_attributes(self) -> list[str]:
+    def _read_named_attributes(self) -> list[tuple[FunctionType, str, Any]]:
+        """Return the functions with their attributes that code may ask for, by name and value."""
         made_of = FUNCTION_ATTRIBUTES if self.asked.contains_name("signature") else ()
-        return [
-            name
-            for name in _FUNCTION_ATTRIBUTES
-            if name in made_of or self.asked.contains_name(name)
-        ]
+        asked = [n for n in _FUNCTION_ATTRIBUTES if n in made_of or self.asked.contains_name(n)]
+        try:
+            return [(f, name, getattr(f, name)) for f in self.functions for name in asked]
+        except Exception as error:  # noqa: BLE001
+            self.guards.why = _describe_error(error)
+            return []
 
     def _visit(self, value: Any) -> None:
         look = next((look for kinds, look in _VISITORS if isinstance(value, kinds)), None)
@@ -505,9 +506,7 @@ class _GuardWalk:
         self.walk.left += self.asked.release_in_object(state)
 
     def _watch_states(self) -> None:
-        self.state.attributes += [
-            (f, n, getattr(f, n)) for f in self.functions for n in self._list_named_attributes()
-        ]
+        self.state.attributes += self._read_named_attributes()
         for state, weakly in self.states:
             if self.asked.any:
                 self.state.watch_entries(state)
@@ -519,6 +518,10 @@ class _GuardWalk:
             else:  # the state may hold what leads back to the object, under other names
                 self.state.of_weakly += [(weakly, name, state[name]) for name in asked]
                 self.state.others.append(functools.partial(lacks_names, weakly, missing))
+
+
+def _describe_error(error: Exception) -> str:
+    return f"an object that it reaches raises {type(error).__name__} when looked at"
 
 
 # In this order: an object may be an instance of several.

@@ -6,7 +6,6 @@ write into it, or into a view of it, is put back there.
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from forall._compat.dispatch_state import functions_off, is_forward_mode_on, no_
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.divergence import CannotMerge
 from forall._core.levels import lift, set_acting_level, stack
+from forall._core.python_state import read_signature
 from forall._vmap.active_set.merge import (
     find_level_of_root,
     is_restricted_by_alias,
@@ -63,7 +63,7 @@ _ITSELF = frozenset(getattr(Tensor, name).__get__ for name in _GETTERS.split()) 
 }
 # Backward passes, with the names of what they may be given.
 _PASSES = {
-    f: tuple(inspect.signature(f).parameters)
+    f: tuple(read_signature(f).parameters)
     for f in (torch.autograd.grad, Tensor.backward, torch.autograd.backward)
 }
 _SET_DATA = frozenset({Tensor.data.__set__})
