@@ -58,6 +58,7 @@ from forall._compat import pytree
 from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
 from forall._compat.pure_functions import SCRIPTS
 from forall._core.python_state import (
+    PLACEHOLDER,
     UNSET,
     ObjectStandIn,
     UnguardedState,
@@ -229,7 +230,7 @@ class _ClosureReader:
             self.pullback(x, pull)
         elif _has_bound_values(x):
             self.function(x, depth + 1)
-        elif isinstance(x, (Module, ModuleType, *_WORDS)) or x is UNSET or _is_module_level(x):
+        elif isinstance(x, (Module, ModuleType, *_WORDS)) or _is_unique(x) or _is_module_level(x):
             self.same.append(x)
         elif kind is MethodType:
             self.same.append(x.__func__)
@@ -280,6 +281,11 @@ class _ClosureReader:
             del self.same[before[0] :], self.given[before[1] :]
             return False
         return True
+
+
+def _is_unique(x: Any) -> bool:
+    """Return True for a mark: an empty cell's content, an open place in a `functools.partial`."""
+    return x is UNSET or x is PLACEHOLDER
 
 
 def _iterate_captured(func: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -257,6 +257,7 @@ _INERT = (
     types.GenericAlias,  # guards compare its parts, as those of the following
     type(...),
     type(NotImplemented),
+    type(getattr(functools, "Placeholder", None)),  # new in Python 3.14
     range,
     slice,
     torch.layout,

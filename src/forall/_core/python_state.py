@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from weakref import ref
 
 UNSET = object()  # the content of an empty cell, and the value of an unbound name
+# In the arguments of a `functools.partial`, the place of one that comes later; of Python 3.14.
+PLACEHOLDER = getattr(functools, "Placeholder", UNSET)
 
 
 class UnguardedState:
@@ -152,8 +154,41 @@ _NAMESPACE_ATTRIBUTES = frozenset({"__closure__", "__globals__"})
 
 @functools.lru_cache(maxsize=1024)
 def instructions_of(code: CodeType) -> tuple[dis.Instruction, ...]:
-    """Return the instructions of a function, without those of functions written inside it."""
-    return (*dis.get_instructions(code),)
+    """Return the instructions of a function, without those of functions written inside it.
+
+    They have the names of Python 3.12. From 3.13 on, one may load or store two variables: here
+    that is two. A cell that a closure gets has an instruction of its own name, `LOAD_CLOSURE`.
+    """
+    found = [part for i in dis.get_instructions(code) for part in _split_instruction(i)]
+    plain = [n for n, i in enumerate(found) if i.opname != "EXTENDED_ARG"]
+    for at, n in enumerate(plain):
+        inner = found[n].argval
+        if isinstance(inner, CodeType) and found[plain[at - 1]].opname == "BUILD_TUPLE":
+            cells = plain[at - 1 - len(inner.co_freevars) : at - 1]
+            if tuple(found[k].argval for k in cells) == inner.co_freevars:
+                for k in cells:
+                    found[k] = found[k]._replace(opname="LOAD_CLOSURE")
+    return (*found,)
+
+
+_PARTS = {
+    "LOAD_FAST_BORROW": ("LOAD_FAST",),
+    "LOAD_FAST_BORROW_LOAD_FAST_BORROW": ("LOAD_FAST", "LOAD_FAST"),
+    "LOAD_FAST_CHECK": ("LOAD_FAST",),
+    "LOAD_FAST_LOAD_FAST": ("LOAD_FAST", "LOAD_FAST"),
+    "LOAD_SMALL_INT": ("LOAD_CONST",),
+    "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
+    "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
+}
+
+
+def _split_instruction(i: dis.Instruction) -> list[dis.Instruction]:
+    """Return an instruction that does the work of several as these, all of them at its place."""
+    parts = _PARTS.get(i.opname)
+    if parts is None:
+        return [i]
+    values = i.argval if len(parts) > 1 else (i.argval,)
+    return [i._replace(opname=n, argval=v) for n, v in zip(parts, values, strict=True)]
 
 
 def find_line(instruction: dis.Instruction) -> int | None:
@@ -220,9 +255,7 @@ def find_attributes_read(code: CodeType, variable: str) -> tuple[str, ...] | Non
             if after is None or after.opname not in _READS_OF_ATTRIBUTES:
                 return None
             found[after.argval] = None
-        elif i.opname not in _PASSES_ON and variable in (
-            i.argval if isinstance(i.argval, tuple) else (i.argval,)
-        ):
+        elif i.opname not in _PASSES_ON and i.argval == variable:
             return None
     for inner in code.co_consts:
         if isinstance(inner, CodeType) and variable in inner.co_freevars:

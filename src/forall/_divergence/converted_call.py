@@ -17,6 +17,7 @@ from forall._compat.rng_state import SEEDERS
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.divergence import Diverged
 from forall._core.python_snapshot import PythonSnapshot
+from forall._core.python_state import PLACEHOLDER
 from forall._divergence import pure_call, subscripts
 from forall._divergence.heap import CONTAINERS, Unsplittable, slot_of
 from forall._divergence.join import merge
@@ -130,12 +131,23 @@ def call_converted(f: Any, /, *args: Any, **kwargs: Any) -> Any:
             return _make_instance(f, args, kwargs)
         return _call_builtin(f, args, kwargs)
     if kind is functools.partial:
+        if any(a is PLACEHOLDER for a in f.args):
+            return _call_with_places_filled(f, args, kwargs)
         return call_converted(f.func, *f.args, *args, **{**f.keywords, **kwargs})
     if kind is Varying:
         return f.each(lambda g: call_converted(g, *args, **kwargs))
     if isinstance(f, type):
         return _make_instance(f, args, kwargs)
     return _call_object(f, args, kwargs)
+
+
+def _call_with_places_filled(f: functools.partial, args: tuple, kwargs: dict) -> Any:
+    """Call what a partial calls, with the first arguments in the places that it has left open."""
+    if sum(a is PLACEHOLDER for a in f.args) > len(args):
+        return f(*args, **kwargs)  # an error of Python's
+    left = iter(args)
+    filled = [next(left) if a is PLACEHOLDER else a for a in f.args]
+    return call_converted(f.func, *filled, *left, **{**f.keywords, **kwargs})
 
 
 def _refuse_kept_iterators(args: tuple) -> None:
@@ -409,7 +421,10 @@ def call_unconverted(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> A
     if type(f) is types.FunctionType and inspect.unwrap(f) in SEEDERS:
         _refuse_seed_of_some(f, (*args, *kwargs.values()))
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
-    run = functools.partial(f, *args, **kwargs)
+
+    def run() -> Any:  # not a `functools.partial`, for which some arguments are no values
+        return f(*args, **kwargs)
+
     if thread.report is not None:
         run = thread.report.wrap_counting_reruns(f, run)
     if type(f) is types.FunctionType and f.__code__ in _refused:

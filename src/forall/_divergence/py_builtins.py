@@ -227,15 +227,14 @@ def _print(*args: Any, **kwargs: Any) -> None:
 def _make_converting_caller(builtin: Any) -> Callable:
     """Return a replacement of ``map`` or ``reduce`` that converts the function passed to it."""
 
-    def run(f: Any, *rest: Any) -> Any:
-        if _has_loose(rest):
+    def run(f: Any, *rest: Any, **kwargs: Any) -> Any:
+        if _has_loose((*rest, *kwargs.values())):
             found = converted_call.call_unconverted(
-                _make_copying_call(builtin), (converted_call.wrap_converted(f), *rest), {}
+                _make_copying_call(builtin), (converted_call.wrap_converted(f), *rest), kwargs
             )
             return _note_sources(found, rest)
-        return builtin(
-            functools.partial(converted_call.call_converted, f), *map(subscripts.watch, rest)
-        )
+        call = functools.partial(converted_call.call_converted, f)
+        return builtin(call, *map(subscripts.watch, rest), **kwargs)
 
     return run
 
