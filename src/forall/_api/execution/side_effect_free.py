@@ -114,6 +114,7 @@ _REBINDING = frozenset(_NAMES_OF_REBINDING.split())
 _WRITING = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
 _LOADING = frozenset({"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_CALLING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 _LIBRARIES = {home: frozenset(names.split()) for home, names in _NAMES_OF_LIBRARIES.items()}
 _HOMES = frozenset({*_LIBRARIES, "bisect", "cmath", "math", "operator", "_operator", "torch"})
 _OWN = (str, bytes, int, float, complex, list, dict, set, frozenset, tuple, range, slice)
@@ -288,7 +289,7 @@ def _group_calls(code: CodeType) -> dict[Any, list[Instruction]]:
     """Return the calls in code by the line and column of their beginning."""
     found: dict[Any, list[Instruction]] = collections.defaultdict(list)
     for i in instructions_of(code):
-        if i.opname.startswith("CALL") and i.positions is not None:
+        if i.opname in _CALLING and i.positions is not None:
             found[i.positions[0::2]].append(i)
     return found
 
@@ -297,18 +298,18 @@ def _count_arguments(calls: dict[Any, list[Instruction]], read: Instruction) -> 
     """Return how many arguments a function is called with where an instruction has read it.
 
     It is inf where the function is not called at once, or with ``*args``. A call begins where its
-    function does, and the innermost of several that begin there ends first.
+    function does, and the innermost of several that begin there ends first. In Python 3.14 calls
+    by which a ``with`` enters and leaves a context lie where the context's own call does, after it.
     """
     begin = read.positions
     if begin is None or begin.end_lineno is None:
         return inf
-    ends = [
-        (i.positions[1::2], i.opname, i.arg)
-        for i in calls.get(begin[0::2], ())
-        if i.positions is not None and i.positions[1::2] > begin[1::2]
-    ]
-    _, name, count = min(ends, default=((), "", None))
-    return inf if count is None or name == "CALL_FUNCTION_EX" else count
+    counts: dict[Any, float] = {}
+    for i in calls.get(begin[0::2], ()):
+        if i.positions is not None and (end := i.positions[1::2]) > begin[1::2]:
+            is_open = i.opname == "CALL_FUNCTION_EX" or i.arg is None
+            counts.setdefault(end, inf if is_open else i.arg)
+    return counts[min(counts)] if counts else inf
 
 
 def _is_known_function(value: Any) -> bool:

@@ -46,9 +46,7 @@ SKIPPED_OPS = frozenset(
     {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
 )
 _LOAD_BUILT_IN_OPS = LOAD_GLOBAL_OPS | {"IMPORT_FROM"}  # also `from builtins import eval`
-_LOAD_ONE_OPS = frozenset(
-    {"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST", *LOAD_GLOBAL_OPS}
-)
+_LOAD_ONE_OPS = frozenset({"LOAD_FAST", "LOAD_DEREF", "LOAD_CONST", *LOAD_GLOBAL_OPS})
 _MODULES_BY_ANY_NAME = frozenset({"builtins", "numpy"})
 _CLASS = frozenset({"type", "__class__"})  # code with these may make objects of an object's class
 

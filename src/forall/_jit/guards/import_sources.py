@@ -65,8 +65,8 @@ class ImportReader:
                 if self.modules.setdefault(i.argval, found) is not found:
                     others.add(i.argval)
                 found = None
-            elif i.opname.startswith("STORE_FAST"):
-                others.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+            elif i.opname == "STORE_FAST":
+                others.add(i.argval)
             elif i.opname not in _BETWEEN:
                 if isinstance(found, ModuleType):
                     self._refuse(f"imports {found.__name__}", find_line(i))  # not into a local

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _ASKERS = NAMES_OF_TEXT_LOOKUP - SETTERS
-_LOCALS = ("LOAD_FAST", "LOAD_DEREF")
+_LOCALS = frozenset({"LOAD_FAST", "LOAD_DEREF"})
 # By these functions and attributes code gets all names of its module, or of one named by a text.
 _FUNCTIONS = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
 _OF_OTHERS = frozenset({"__globals__", "f_globals", "import_module"})
@@ -119,10 +119,8 @@ def find_dotted_names(
         line = find_line(i)
         if i.opname in LOAD_GLOBAL_OPS:
             way = [i.argval]
-        elif i.opname.startswith(_LOCALS):  # Python 3.13 loads two at once
-            *before, last = i.argval if isinstance(i.argval, tuple) else (i.argval,)
-            yield from (DottedName([name], line) for name in before if name in modules)
-            way = [last] if last in modules else []
+        elif i.opname in _LOCALS:
+            way = [i.argval] if i.argval in modules else []
         elif i.opname in ATTRIBUTES:
             yield DottedName(["", i.argval], line)
     if way:

@@ -302,8 +302,7 @@ class ObservedCoverage(FullCoverage):
         ):
             return code.co_freevars
         named = set(_BY_ITSELF)
-        for i in self.list_instructions(code):
-            named.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+        named.update(i.argval for i in self.list_instructions(code) if type(i.argval) is str)
         return [name for name in code.co_freevars if name in named]
 
     def list_names(self, code: CodeType) -> frozenset[str]:
