@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,14 @@ from forall._compat.dispatch_state import functions_off, no_dispatch
 from forall._core.errors import format_columns
 from forall._core.levels import stack
 from forall._divergence import scalar_storage
+from forall._divergence.running_sum import (
+    KEPT_RANK,
+    RANKS,
+    SUM_KEEPS_LOSSES,
+    SUM_KEEPS_LOSSES_OF_INTEGERS,
+    RunningSum,
+    find_call_of_sum,
+)
 from forall._divergence.scalar_semantics import (
     DTYPES,
     KINDS,
@@ -41,7 +50,8 @@ from forall._vmap.batched_tensor import is_mapped_at_any
 from forall._vmap.failing_example import first_error
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Hashable
+    from types import FrameType
 
 Tensor = torch.Tensor
 _SHOWN = 8
@@ -54,7 +64,7 @@ class BatchedScalar:
     examples. No other object holds it, so that it never changes. Numbers carry no derivative.
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_casts", "_some", "_tensor", "kind")
+    __slots__ = ("__weakref__", "_bounds", "_casts", "_some", "_tensor", "kind", "running")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -63,6 +73,7 @@ class BatchedScalar:
         self._some: Tensor | None = None  # restricted to the examples that ran at the last read
         self._bounds: tuple[Tensor | None, tuple] = (None, ())  # of this tensor
         self._casts: dict[Any, Tensor] = {}
+        self.running: RunningSum | None = None  # if `sum` is adding to it
 
     @property
     def tensor(self) -> Tensor:
@@ -283,6 +294,55 @@ def _binary(op: Any, a: Any, b: Any) -> Any:
     return call_per_lane(op, a, b) if found is None else make_number(found)
 
 
+def _add(a: Any, b: Any, caller: FrameType) -> Any:
+    place = find_call_of_sum(caller)
+    return _binary(operator.add, a, b) if place is None else _add_in_sum(place, a, b)
+
+
+def _add_in_sum(place: Hashable, a: Any, b: Any) -> Any:
+    """Add an item to the first ones of `sum`, which is called there, as Python does."""
+    before, after = (RANKS.get(n.kind if type(n) is BatchedScalar else type(n)) for n in (a, b))
+    if before is None or after is None or not 0 < max(before, after) <= KEPT_RANK:
+        return _binary(operator.add, a, b)
+    if before < after:  # the first float, or the first complex number
+        found = _binary(operator.add, a, b)
+        found.running = RunningSum(place, found, 0.0)
+        return found
+    running = a.running if type(a) is BatchedScalar else None
+    if running is None or running.place != place:
+        running = RunningSum(place, a, 0.0)
+    if after == 0 and not _fits_in_64_bits(b):
+        return _binary(operator.add, a, b)
+    if after == 0 and not SUM_KEEPS_LOSSES_OF_INTEGERS:
+        running = running._replace(total=running.total + b)
+    else:
+        running = running.add(b)
+    return _round_sum(running)
+
+
+def _round_sum(running: RunningSum) -> Any:
+    """Return the number that a sum is if nothing more is added."""
+    total, loss = running.total, running.loss
+    if type(loss) is BatchedScalar:
+        found = BatchedScalar(_choose_sum(total.tensor, (total + loss).tensor, loss.tensor))
+    else:
+        found = BatchedScalar(total.tensor)
+    found.running = running
+    return found
+
+
+def _choose_sum(total: Tensor, whole: Tensor, loss: Tensor) -> Tensor:
+    """Choose the sum with the losses where these are finite and not 0; of each part of a number."""
+    if total.is_complex():
+        parts = [torch.view_as_real(t.to(total.dtype)) for t in (total, whole, loss)]
+        return torch.view_as_complex(_choose_sum(*parts))
+    return torch.where(torch.isfinite(loss) & (loss != 0), whole, total)
+
+
+def _fits_in_64_bits(n: Any) -> bool:
+    return type(n) is BatchedScalar or -(2**63) <= n < 2**63
+
+
 def _operate_with_stranger(op: Any, a: Any, b: Any, n: Any) -> Any:
     if isinstance(n, Tensor):
         return interface.operate_with_tensor(op, a, b)
@@ -337,6 +397,13 @@ for _name in [
     _op = getattr(operator, f"__{_name}__")
     setattr(BatchedScalar, f"__{_name}__", _make_forward(_op))
     setattr(BatchedScalar, f"__r{_name}__", _make_reflected(_op))
+if SUM_KEEPS_LOSSES:
+    _sum_methods: dict[str, Any] = {
+        "__add__": lambda self, other: _add(self, other, sys._getframe(1)),
+        "__radd__": lambda self, other: _add(other, self, sys._getframe(1)),
+    }
+    for _name, _method in _sum_methods.items():
+        setattr(BatchedScalar, _name, _method)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(BatchedScalar, f"__{_name}__", _make_forward(getattr(operator, _name)))
 for _op in (operator.neg, operator.pos, operator.abs, operator.invert):

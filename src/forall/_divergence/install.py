@@ -71,7 +71,7 @@ class _Vmap:
 
     @staticmethod
     def call_math(f: Any, args: tuple, kwargs: dict, /) -> Any:
-        return MATH[f](*args, **kwargs)
+        return (BUILTINS if f in BUILTINS else MATH)[f](*args, **kwargs)
 
 
 _vmap: VmapInterface = _Vmap()

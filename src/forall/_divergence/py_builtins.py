@@ -18,6 +18,7 @@ from forall._divergence.branch_tests import (
     evaluate_lane_test,
 )
 from forall._divergence.join import merge
+from forall._divergence.running_sum import SUM_KEEPS_LOSSES
 from forall._divergence.thread_state import thread
 from forall._divergence.varying import Varying, has_varying
 from forall._divergence.vmap_interface import interface
@@ -140,7 +141,9 @@ def _sum(values: Any, /, start: Any = 0) -> Any:
     """Replace ``sum``: use ``+`` if there are tensors among the items of a list."""
     if _has_loose((values, start)) or type(values) not in (list, tuple):
         return converted_call.call_unconverted(sum, (values, start), {})
-    if not any(isinstance(v, interface.Tensor) for v in values):
+    if not any(isinstance(v, interface.Tensor) for v in (*values, start)):
+        if SUM_KEEPS_LOSSES and any(map(_is_per_lane, (*values, start))):
+            return interface.call_math(sum, (values, start), {})
         return converted_call.call_unconverted(sum, (values, start), {})
     found = evaluate_fused(_add_up_values, (start, *values))
     return functools.reduce(plus, values, start) if found is None else found

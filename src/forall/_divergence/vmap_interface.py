@@ -62,7 +62,7 @@ class VmapInterface(Protocol):
         """Return ``kind(n)``, as ``int(n)``, of a per-example number."""
 
     def call_math(self, f: Any, args: tuple, kwargs: dict, /) -> Any:
-        """Call a function of `math` with per-example numbers among its arguments."""
+        """Call a function of `math`, or `sum`, with per-example numbers among its arguments."""
 
     def find_pure_bindings(self, function: Any, /) -> Any:
         """Return what a function captures, if it has no side effects, else None."""
