@@ -100,6 +100,14 @@ LATER_QUESTIONS = tuple(
     if hasattr(module, name)
 )
 
+# Getters and setters of the dtype that a leaf's gradient gets; the second exists since 2.15.
+GRAD_DTYPE_CALLS = frozenset(
+    call
+    for name in ("grad_dtype", "_has_grad_dtype_override")
+    if hasattr(torch.Tensor, name)
+    for call in (getattr(torch.Tensor, name).__get__, getattr(torch.Tensor, name).__set__)
+)
+
 
 def count_compiled_frames(compiler: ModuleType, start: int) -> int:
     """Start to count compiled frames at ``start``, or stop if it is -1.

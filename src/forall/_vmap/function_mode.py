@@ -32,6 +32,7 @@ from forall._compat.tensor_subclass import (
     restore_posed_results,
     unwrap_posed_args,
 )
+from forall._compat.versions import GRAD_DTYPE_CALLS
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core import nested_tensor
 from forall._core.escaped_values import has_escaped_values, replace_escaped_args
@@ -72,6 +73,7 @@ ITSELF = frozenset(
     torch.Tensor.retain_grad,
     torch.Tensor.backward,
     torch.autograd.backward,
+    *GRAD_DTYPE_CALLS,
 }
 
 
