@@ -24,6 +24,7 @@ from forall import grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
 from forall._compat import functorch_interop
 from forall._core import levels
 from forall._divergence.thread_state import thread
+from forall._vmap import function_mode
 from oracle import difference
 from state import state
 
@@ -167,6 +168,18 @@ def test_an_interrupt_anywhere_leaves_all_as_it_was(name):
     assert n > 100
     r = random.Random(name)
     found = check(name, sorted(r.sample(range(1, n + 1), min(PLACES, n))))
+    assert not found, found
+
+
+@pytest.mark.counted
+@pytest.mark.parametrize("name", ["nested", "vmap of grad"])
+def test_an_interrupt_while_a_call_passes_outer_levels_is_what_is_raised(name):
+    forall.config.replay = False
+    f, code = CALLS[name], function_mode._call_past_outer_levels.__code__
+    f()
+    n = count(f, code)
+    assert n > 20
+    found = check(name, [*range(1, n + 1)], code)
     assert not found, found
 
 

@@ -30,7 +30,11 @@ from forall._compat.dispatch_state import (
 from forall._compat.jagged_layout import Jagged
 from forall._compat.lazy_bits import LAZY_KEYS, call_with_lazy_bits, copy_lazy_bits
 from forall._compat.op_schema import find_written_tensors, get_facts
-from forall._compat.private_api import pop_functions, push_functions
+from forall._compat.private_api import (
+    find_innermost_function_mode,
+    pop_functions,
+    push_functions,
+)
 from forall._compat.storage import is_saving_storage
 from forall._compat.symbolic_zeros import LINEAR, marking, simplify_linear
 from forall._compat.tensor_subclass import (
@@ -492,7 +496,11 @@ class run_vmap_level:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         level = self.level
         try:
-            if not level.records_on_value:
+            # An interrupt may have come while a call had taken the mode off:
+            # see NOTE [an exception between two instructions].
+            if not level.records_on_value and (
+                error is None or find_innermost_function_mode() is VMAP_FUNCTIONS
+            ):
                 pop_functions()
             functorch_interop.pop_mode_for_compiler(level, self.told)
         finally:
