@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import dis
 import linecache
 import os
 import re
@@ -18,6 +17,7 @@ import forall
 from forall import vmap
 from forall._api.execution.transform_decorator import describe_replay
 from forall._auto_replay.replayed_calls import get_transform_calls
+from forall._core.python_state import instructions_of
 from forall._jit.guards.attribute_names import find_text_lookups
 from oracle import same
 from replay import seen_code, seen_state
@@ -250,4 +250,4 @@ ASKING = {
 @pytest.mark.parametrize("text", ASKING)
 def test_names_that_are_asked_for_in_a_text(text):
     code = eval(f"lambda x, y, f: {text}").__code__  # noqa: S307
-    assert find_text_lookups(dis.get_instructions(code)) == ASKING[text]
+    assert find_text_lookups(instructions_of(code)) == ASKING[text]
