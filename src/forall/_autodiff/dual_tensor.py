@@ -11,6 +11,7 @@ from forall._compat.dispatch_state import (
     enable_autograd_below,
     enable_forward_mode,
     functions_off,
+    get_forward_session,
     no_dispatch,
 )
 from forall._compat.documented_error import documented_error
@@ -31,6 +32,7 @@ from forall._compat.wrapper_tensor import (
     Wrapper,
     copy_metadata,
     make_shell,
+    make_wrapper,
     unwrap_all,
 )
 from forall._core import nested_tensor
@@ -67,6 +69,8 @@ class DualLevel(Level):
         """Return an argument's primal and tangent; call it inside `enable_autograd_below`."""
         if type(a) is not DualTensor or a.level is not self:
             return a, None
+        if (halves := find_halves(a)) is not None:
+            return halves.primal, complete_gradient(halves.tangent)
         if a.value.is_inference():  # it has no tangent, and torch fails where it is asked for one
             return a.value, None
         primal, tangent = split_tangent(a.value, level=0)
@@ -76,16 +80,69 @@ class DualLevel(Level):
         """Return what carries an argument's primal and its tangent, and the tangent."""
         if type(a) is not DualTensor or a.level is not self:
             return a, None
+        if (halves := find_halves(a)) is not None:
+            return halves.primal, complete_gradient(halves.tangent)
         return a.value, complete_gradient(read_tangent(a.value))
+
+
+class Halves:
+    """A primal and a tangent that no operator has needed in one tensor so far.
+
+    Torch's forward mode asks Python three questions to put a tangent on a wrapper. An operator that
+    forall has a rule for does not need it there. ``value`` has both once they are joined.
+    """
+
+    __slots__ = ("primal", "session", "tangent", "value")
+
+    def __init__(self, primal: torch.Tensor, tangent: torch.Tensor) -> None:
+        self.primal: Any = primal
+        self.tangent: Any = tangent
+        self.session = get_forward_session()  # tangents end with it
+        self.value: Any = None
+
+    def join(self, level: DualLevel) -> torch.Tensor:
+        """Return the primal with its tangent, as a tensor one level further out than ``level``."""
+        if self.value is None:
+            if self.session != get_forward_session():
+                self.value = self.primal
+            else:
+                outside = run_outside(level) if level.active else run_outside_all()
+                with (
+                    outside,
+                    functions_off(),
+                    enable_autograd_below(grad=level.outer_grad, forward=True),
+                ):
+                    self.value = attach_own_tangent(self.primal, self.tangent)
+            self.primal = self.tangent = None
+        return self.value
+
+
+class _JoinedValue:
+    """The attribute ``value`` of a dual tensor while its halves are apart: reading joins them."""
+
+    def __get__(self, dual: Any, kind: type | None = None) -> Any:
+        if dual is None:
+            return self
+        own = dual.__dict__
+        if "unjoined" not in own:
+            raise AttributeError("value")
+        own["value"] = value = own["unjoined"].join(own["level"])
+        del own["unjoined"]
+        return value
 
 
 class DualTensor(Wrapper):
     """A dual tensor: a primal and its tangent under one jvp level, both carried by ``value``."""
 
-    value: torch.Tensor
+    value: Any = _JoinedValue()
 
     def graph_free(self) -> DualTensor:
-        return wrap_dual(self.value, self.level)
+        halves = self.__dict__.get("unjoined")
+        if halves is None or halves.value is not None:
+            return wrap_dual(self.value, self.level)
+        twin = make_shell(DualTensor, halves.primal)
+        twin.__dict__.update(unjoined=halves, level=self.level)
+        return twin
 
     def describe(self) -> str:
         marks = format_repr_marks(self)
@@ -112,18 +169,23 @@ class DualTensor(Wrapper):
                 raise loses_tangent(name)
 
     def lay_out_alone(self, gaps: bool = False) -> bool:
-        if not isinstance(self.value, Wrapper):
+        halves = find_halves(self)
+        primal = self.value if halves is None else halves.primal
+        if not isinstance(primal, Wrapper):
             return False
         with run_outside(self.level), functions_off():
-            moved = self.value.lay_out_alone(gaps)
-            tangent = self.level._unpack(self)[1] if moved else None
+            moved = primal.lay_out_alone(gaps)
+            tangent: Any = None
+            if moved:  # halves that are joined later have to have the same strides
+                tangent = self.level._unpack(self)[1] if halves is None else halves.tangent
             # Torch gave the tangent the strides of the primal, with gaps if that had any.
             if isinstance(tangent, Wrapper) and not tangent.lay_out_alone(gaps=True):
                 raise NotImplementedError(
                     "jvp: a view by strides of a tensor whose tangent is laid out otherwise.\n"
                     "Use reshape or an index, or vmap with the examples in front (in_dims=0)."
                 )
-        self.look_like_value()
+        if moved or halves is None:
+            self.look_like_value()
         return moved
 
     def detach_(self) -> DualTensor:
@@ -221,6 +283,44 @@ def wrap_dual(value: torch.Tensor, level: DualLevel) -> DualTensor:
     return d
 
 
+def find_halves(dual: DualTensor) -> Halves | None:
+    """Return the halves of a value of an active level, None if they are joined."""
+    halves = dual.__dict__.get("unjoined")
+    if halves is None or halves.value is not None or not dual.level.active:
+        return None
+    return halves
+
+
+def is_split(dual: DualTensor) -> bool:
+    """True if the halves of a value have not been joined."""
+    return "unjoined" in dual.__dict__
+
+
+def wrap_split(primal: torch.Tensor, tangent: torch.Tensor, level: DualLevel) -> DualTensor:
+    """Return a new primal and its new tangent as a value, joined only if they have to be.
+
+    Torch copies a tangent that is laid out otherwise than its primal.
+    """
+    shape, strides, dtype = primal.shape, primal.stride(), primal.dtype
+    if (
+        not isinstance(primal, Wrapper)
+        or tangent.shape != shape
+        or tangent.stride() != strides
+        or tangent.dtype != dtype
+        or dtype.is_complex
+        or primal.is_neg()
+        or tangent.is_neg()
+    ):
+        return wrap_dual(attach_own_tangent(primal, tangent), level)
+    d = make_wrapper(
+        *(DualTensor, shape, strides, primal.storage_offset(), None),
+        *(dtype, primal.layout, primal.device),
+    )
+    own: Any = d.__dict__
+    own["unjoined"], own["level"] = Halves(primal, tangent), level
+    return d
+
+
 class LiftToDual(torch.autograd.Function):
     """The node that lifts an outer tensor which requires grad to a jvp level, without a tangent."""
 
@@ -279,4 +379,4 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: DualLevel) -> 
         raise make_tangent_error(primal)
     primal, tangent = copy_if_inference(primal), copy_if_inference(tangent)
     with functions_off(), torch.enable_grad(), enable_forward_mode():
-        return wrap_dual(attach_tangent(primal, tangent), level)
+        return wrap_split(primal, tangent, level)

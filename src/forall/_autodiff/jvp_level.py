@@ -18,6 +18,7 @@ from forall._autodiff.dual_tensor import (
     DualTensor,
     KeepPrimal,
     LiftToDual,
+    find_halves,
     loses_tangent,
     unpack_dual,
     wrap_dual,
@@ -34,6 +35,7 @@ from forall._autodiff.jvp_fixes import (
     has_valid_formula,
     prevent_overwrites,
 )
+from forall._autodiff.jvp_rules import push_by_rule
 from forall._autodiff.one_tangent_jvp import BINARY_OPS, push_binary_op
 from forall._compat import pytree
 from forall._compat.dispatch_state import (
@@ -140,6 +142,8 @@ class JvpLevel(DualLevel, DispatchMode):
         return self.outer_args.are_written
 
     def carries_tangent(self, tensor: Any) -> bool:
+        if type(tensor) is DualTensor and tensor.level is self and find_halves(tensor) is not None:
+            return True
         return self._unpack(tensor)[1] is not None
 
     def call_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
@@ -304,6 +308,9 @@ class JvpLevel(DualLevel, DispatchMode):
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run one operator on primals and tangents together, in torch's forward mode."""
+        made = push_by_rule(self, func, args, kwargs)
+        if made is not None:
+            return made
         fact = get_facts(func)
         if fact.is_collective:
             raise make_collective_error("jvp", func)

@@ -14,7 +14,6 @@ import torch
 
 from forall._autodiff.dual_tensor import (
     DualLevel,
-    DualTensor,
     attach_own_tangent,
     read_tangent,
 )
@@ -22,10 +21,7 @@ from forall._compat.dispatch_state import (
     enable_autograd_below,
     has_users_tangents,
     is_in_backward,
-    set_forward_enabled,
 )
-from forall._compat.wrapper_tensor import Wrapper
-from forall._core.levels import stack
 
 aten = torch.ops.aten
 
@@ -66,45 +62,30 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
         return None  # an operand that is no value of the level may have a tangent of the user's
     with enable_autograd_below(grad=level.outer_grad, forward=True):
         # An alias of a plain primal takes less time than to do without.
-        is_split = not any(type(a) is DualTensor and isinstance(a.value, Wrapper) for a in args)
-        split = level.split_dual if is_split else level.split_value
-        pairs = [split(a) for a in args]
+        pairs = [level.split_dual(a) for a in args]
         i, j = _FACTORS.get(func, (0, 1))
         both = pairs[i][1] is not None and pairs[j][1] is not None
         if all(t is None for _, t in pairs) or (both and func not in _WITHOUT_FORMULA):
             return None
         if is_in_backward() and any(t is None and read_tangent(p) is not None for p, t in pairs):
             return None  # a tensor saved by a node has a tangent, and is no value of the level
-        if not is_split and _keeps_operands(level, pairs):
-            is_split, pairs = True, [level.split_dual(a) for a in args]
-        set_forward_enabled(is_split)  # where it is off a value is as good as its primal
-        try:
-            halves = _push_halves(level, func, pairs, kwargs)
-        finally:
-            set_forward_enabled(True)
+        halves = push_pairs(level, func, pairs, kwargs)
         return None if halves is None else attach_own_tangent(*halves)
 
 
-def _keeps_operands(level: DualLevel, pairs: list[tuple[Any, Any]]) -> bool:
-    """True if operands may be kept: by a graph, a tape, or a table of those for some examples."""
-    return (
-        level.tapes is not None
-        or stack.ever_parted
-        or (
-            level.outer_grad
-            and any(isinstance(v, torch.Tensor) and v.requires_grad for v, _ in pairs)
-        )
-    )
-
-
-def _push_halves(
+def push_pairs(
     level: DualLevel, func: Any, pairs: list[tuple[Any, Any]], kwargs: dict
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the primal and the tangent of the result, or None where torch's formula is right."""
+    """Return the primal and the tangent of the result, or None where torch's formula is right.
+
+    Each operand is given with its tangent, or None. Both may have one.
+    """
     if func in _POINTWISE:
         return _push_pointwise(level, func, pairs, kwargs)
     i, j = _FACTORS[func]
     both = pairs[i][1] is not None and pairs[j][1] is not None
+    if both and i:
+        return None
     primals = [p for p, _ in pairs]
     tangents = [p if t is None else t for p, t in pairs]
     primal = func(*primals, **kwargs)
@@ -141,7 +122,12 @@ def _push_pointwise(
     (x, dx), (y, dy) = pairs
     if not (_is_dense(x) and _is_dense(y)):
         return None
+    both = all(t is not None for _, t in pairs)
+    if both and func in _ORDERS:
+        return None
     result = func(x, y, **kwargs)
+    if both:
+        return result, _compute_tangent_of_both(func, x, dx, y, dy, result, kwargs)
     if func is aten.mul.Tensor:
         tangent = dx * y if dy is None else x * dy
     elif func is aten.div.Tensor:
@@ -158,6 +144,24 @@ def _push_pointwise(
         tangent = tangent if is_new else tangent.to(result.dtype, copy=True)
         return result, tangent
     return result, _connect(level, tangent, x if dy is None else y)
+
+
+def _compute_tangent_of_both(
+    func: Any,
+    x: torch.Tensor,
+    dx: torch.Tensor,
+    y: torch.Tensor,
+    dy: torch.Tensor,
+    result: torch.Tensor,
+    kwargs: dict,
+) -> torch.Tensor:
+    """Return the tangent of a result whose operands both have one, by torch's formulas."""
+    if func is aten.mul.Tensor:
+        return dy * x + dx * y
+    if func is aten.div.Tensor:
+        return (dx - dy * result) / y
+    alpha = kwargs.get("alpha", 1)
+    return func(dx, dy if alpha == 1 else dy * alpha)
 
 
 def _get_factor(func: Any, kwargs: dict) -> Any:

@@ -114,6 +114,7 @@ class _ForwardLevel:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.threads: set[int] = set()  # in which jvps run
+        self.sessions = 0  # how often the level was left, which ends all tangents
         self.held = _ForwardModeUse.make_instance(idle=True)
         self.torchs_enter = forward_ad.enter_dual_level
         self.torchs_exit = forward_ad.exit_dual_level
@@ -136,6 +137,7 @@ class _ForwardLevel:
             with self.lock:
                 self.threads.discard(threading.get_ident())
                 if not self.threads:
+                    self.sessions += 1
                     self.torchs_exit()
         self.held.ours -= 1
 
@@ -148,6 +150,7 @@ class _ForwardLevel:
         with self.lock:
             self.threads.discard(threading.get_ident())
             if not self.threads and level < 0:  # torch has one level, and a separate count
+                self.sessions += 1
                 with suppress(RuntimeError):  # that it was not entered
                     torch._C._exit_dual_level(level=0)
                 forward_ad._current_level = level
@@ -199,6 +202,11 @@ def hold_forward_level() -> Iterator[None]:
     finally:
         _forward_level.exit()
         inference_mode.reenter_inference_mode(off)
+
+
+def get_forward_session() -> int:
+    """Return a number that changes when forward mode ends, and with it all tangents."""
+    return _forward_level.sessions
 
 
 def is_forward_mode_on() -> bool:

@@ -95,6 +95,8 @@ def _has_sum_metadata(x: torch.Tensor, y: torch.Tensor) -> bool:
 def is_marked_zero(a: Any) -> bool:
     """Return True if a value at any level is marked zeros and has not been written to."""
     while isinstance(a, Wrapper) and getattr(a, "axis", None) is None:
+        if "unjoined" in a.__dict__:  # it has a tangent
+            return False
         a = a.value
     plain = type(a) is torch.Tensor or (has_foreign_mode() and is_compiler_tensor(a))
     if not plain or not getattr(a, "never_moves", False):

@@ -41,6 +41,7 @@ OURS = frozenset(
         "records_on_value",
         "slot",
         "source_version",
+        "unjoined",
         "value",
     }
 )
