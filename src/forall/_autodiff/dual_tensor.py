@@ -259,10 +259,13 @@ def read_tangent(value: Any) -> torch.Tensor | None:
     """
     if not isinstance(value, torch.Tensor) or value.is_inference():  # torch fails if asked for one
         return None
-    if not isinstance(value, Wrapper) or (value._is_view() and not value.__dict__.get(_ATTACHED)):
+    if not isinstance(value, Wrapper):
         return split_tangent(value, level=0)[1]
     with no_dispatch():
-        return split_tangent(value, level=0)[1]
+        is_own = value.__dict__.get(_ATTACHED) or not value._is_view()
+        if is_own or split_tangent(value._base, level=0)[1] is None:
+            return split_tangent(value, level=0)[1]
+    return split_tangent(value, level=0)[1]
 
 
 _ATTACHED = "has_attached_tangent"

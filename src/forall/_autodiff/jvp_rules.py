@@ -42,10 +42,11 @@ from forall._compat.wrapper_tensor import Wrapper
 from forall._core.levels import stack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})  # no graph keeps their operands
 
 
 def push_by_rule(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -53,6 +54,8 @@ def push_by_rule(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
 
     That is where forall has no rule, or where no operand is a wrapper with a tangent.
     """
+    if level.entry.parent is None:  # its values are no wrappers
+        return None
     rule = JVP_RULES.get(func)
     if (
         rule is None
@@ -184,9 +187,11 @@ def _push_cat(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap_split(primal, tangent, level)
 
 
-def _keeps_operands(level: DualLevel, values: Iterable[Any]) -> bool:
+def _keeps_operands(level: DualLevel, pairs: list[tuple[Any, Any]]) -> bool:
     """True if a graph of an outer derivative may keep these operands."""
-    return level.outer_grad and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+    return level.outer_grad and any(
+        isinstance(v, torch.Tensor) and v.requires_grad for v, _ in pairs
+    )
 
 
 def _has_torchs_tangent(a: Any) -> bool:
@@ -206,8 +211,11 @@ def _push_binary(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Dual
         return None
     if is_in_backward() and any(t is None and _has_torchs_tangent(p) for p, t in pairs):
         return None  # a tensor saved by a node has a tangent, and is no value of the level
-    if _keeps_operands(level, (v for v, _ in pairs)):
-        pairs = [(_find_primal(level, a), t) for a, (_, t) in zip(args, pairs, strict=True)]
+    if func not in _SUMS and _keeps_operands(level, pairs):
+        pairs = [
+            (v if t is None else _find_primal(level, a), t)
+            for a, (v, t) in zip(args, pairs, strict=True)
+        ]
     halves = push_pairs(level, func, pairs, kwargs)
     return None if halves is None else wrap_split(*halves, level)
 
