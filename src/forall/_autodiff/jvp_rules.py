@@ -237,25 +237,51 @@ def _power(t: torch.Tensor, x: torch.Tensor, exponent: Any) -> Any:
     return x.pow(exponent), t * (exponent * x.pow(exponent - 1))
 
 
-def _exponential(t: torch.Tensor, x: torch.Tensor) -> Any:
-    y = x.exp()
-    return y, t * y
+def _by_result(op: Any, formula: Callable) -> Callable:
+    """Return a rule whose tangent is a formula of the result."""
+
+    def push(t: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = op(x)
+        return y, formula(t, y)
+
+    return push
 
 
-def _root(t: torch.Tensor, x: torch.Tensor) -> Any:
-    y = x.sqrt()
-    return y, t / (2 * y)
+def _by_operand(op: Any, formula: Callable) -> Callable:
+    """Return a rule whose tangent is a formula of the operand; numbers may follow that."""
+
+    def push(t: torch.Tensor, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return op(x, *rest), formula(t, x)
+
+    return push
 
 
 _ENTRYWISE: dict[Any, Callable[..., Any]] = {
-    aten.add.Scalar: lambda t, x, *rest: (aten.add.Scalar(x, *rest), t.clone()),
-    aten.cos.default: lambda t, x: (x.cos(), t * -x.sin()),
-    aten.exp.default: _exponential,
-    aten.log.default: lambda t, x: (x.log(), t / x),
     aten.pow.Tensor_Scalar: _power,
-    aten.sin.default: lambda t, x: (x.sin(), t * x.cos()),
-    aten.sqrt.default: _root,
-    aten.sub.Scalar: lambda t, x, *rest: (aten.sub.Scalar(x, *rest), t.clone()),
+    **{
+        op: _by_result(op, formula)
+        for op, formula in {
+            aten.exp.default: lambda t, y: t * y,
+            aten.expm1.default: lambda t, y: t * (y + 1),
+            aten.reciprocal.default: lambda t, y: -t * (y * y),
+            aten.rsqrt.default: lambda t, y: -0.5 * t * y.pow(3),
+            aten.sigmoid.default: aten.sigmoid_backward.default,
+            aten.sqrt.default: lambda t, y: t / (2 * y),
+            aten.tanh.default: aten.tanh_backward.default,
+        }.items()
+    },
+    **{
+        op: _by_operand(op, formula)
+        for op, formula in {
+            aten.abs.default: lambda t, x: t * x.sgn(),
+            aten.add.Scalar: lambda t, x: t.clone(),
+            aten.cos.default: lambda t, x: t * -x.sin(),
+            aten.log.default: lambda t, x: t / x,
+            aten.log1p.default: lambda t, x: t / (x + 1),
+            aten.sin.default: lambda t, x: t * x.cos(),
+            aten.sub.Scalar: lambda t, x: t.clone(),
+        }.items()
+    },
 }
 
 
