@@ -180,6 +180,9 @@ def _call_template(
     return eager(fresh_closures.rebuild_closure(template, iter(given)), *args, **kwargs)
 
 
+_holding: dict[int, _OwnedCalls] = {}
+
+
 class _OwnedCalls:
     """The calls that depend on objects of the user's, which are dropped when one of these dies."""
 
@@ -190,18 +193,16 @@ class _OwnedCalls:
         self.objects = [ref(x(), self._drop_calls) for x in made.objects()]
         self.is_used = False  # since the last full collection
 
-    def _drop_calls(self, _: ref) -> None:
+    # A default, since objects may also die after the interpreter has cleared this module.
+    def _drop_calls(self, _: ref, holding: dict[int, _OwnedCalls] = _holding) -> None:
         self.kept.pop(self.key, None)
-        _holding.pop(id(self), None)
+        holding.pop(id(self), None)
 
     def hold(self) -> None:
         """Note that a program will hold the objects, which must die once the program is unused."""
         if not _holding and _drop_unused_calls not in gc.callbacks:
             gc.callbacks.append(_drop_unused_calls)
         _holding[id(self)] = self
-
-
-_holding: dict[int, _OwnedCalls] = {}
 
 
 def _drop_unused_calls(phase: str, info: dict[str, int]) -> None:
