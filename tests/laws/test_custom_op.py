@@ -146,6 +146,34 @@ def test_forward_mode_comes_from_the_autograd_formula():
     assert difference(sums, (X + Y, X * X + Y * Y)) is None
 
 
+@torch.library.custom_op("laws_custom_op::products", mutates_args=())
+def products(xs: list[Tensor], *, by: float) -> list[Tensor]:
+    return [xs[0] * xs[1] * by, xs[1] * xs[1] * by]
+
+
+products.register_autograd(
+    lambda ctx, g: [(g[0] * ctx.x[1]) * ctx.by, (g[0] * ctx.x[0] + 2 * g[1] * ctx.x[1]) * ctx.by],
+    setup_context=lambda ctx, inputs, keyword_only_inputs, output: (
+        setattr(ctx, "x", inputs[0]),
+        setattr(ctx, "by", keyword_only_inputs["by"]),
+    ),
+)
+
+
+def test_the_formula_of_lists_and_of_arguments_by_name():
+    def value(x, y):
+        return sum(p.sum() for p in products([x, y], by=3.0))
+
+    def same(x, y):
+        return (3 * x * y + 3 * y * y).sum()
+
+    for way in (forall.grad, forall.hessian, forall.jacfwd):
+        pair = (forall.vmap(way(f, argnums=(0, 1)))(X, Y) for f in (value, same))
+        assert difference(*pair) is None
+    pushes = (forall.jvp(forall.grad(f, argnums=(0, 1)), (X, Y), (Y, X)) for f in (value, same))
+    assert difference(*pushes) is None
+
+
 def test_without_a_formula_a_derivative_is_an_error():
     for derivative in (forall.grad, forall.jacfwd):
         with pytest.raises(RuntimeError, match="no autograd formula was registered"):

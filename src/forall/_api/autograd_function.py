@@ -20,6 +20,7 @@ from forall._autodiff.once_differentiable import is_once_differentiable, link_in
 from forall._autodiff.phase_errors import may_have_phases
 from forall._autodiff.reverse_mode import hook_backward_nodes
 from forall._compat import checkpoint, pytree, tensor_subclass
+from forall._compat.custom_op import renew_dispatch_keys
 from forall._compat.devices import count_function_modes
 from forall._compat.dispatch_state import (
     functions_are_off,
@@ -173,7 +174,7 @@ def _apply_with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> A
         for i, t in zip(places, tensors, strict=True):
             made = t.clone() if t.requires_grad else t  # a leaf with grad cannot be written to
             filled[i] = restore_users_class(made, args[i])
-        out = _apply_users_function(applied, *filled, **kwargs)
+        out = _apply_users_function(applied, *renew_dispatch_keys(filled), **kwargs)
         single[:] = [isinstance(out, torch.Tensor)]
         outs = (out,) if single[0] else out
         others[:] = [None if isinstance(o, torch.Tensor) else o for o in outs]
