@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._compat.versions import UNTAGGED_POINTWISE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -106,7 +108,7 @@ def get_facts(func: Any) -> OperatorFacts:
         mutates=tuple(mutates),
         out_names=tuple(outs),
         view=returns_alias and not mutates,
-        pointwise=torch.Tag.pointwise in tags,
+        pointwise=torch.Tag.pointwise in tags or func in UNTAGGED_POINTWISE,
         seeded=torch.Tag.nondeterministic_seeded in tags,
         dynamic=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         names=names,

@@ -70,6 +70,23 @@ WRONG_FORMULAS = frozenset(
     find_existing(["_linalg_det.default"] if get_release() >= (2, 15) else [])
 )
 
+# Pointwise operators that torch's tags name only since 2.12; `ldexp` since 2.11.
+UNTAGGED_POINTWISE = frozenset(
+    find_existing(
+        [
+            "_conj_physical.default",
+            "celu_.default",
+            "elu_.default",
+            "hardsigmoid_.default",
+            "hardtanh_.default",
+            "ldexp.Tensor",
+            "leaky_relu.default",
+            "leaky_relu_.default",
+            "selu_.default",
+        ]
+    )
+)
+
 # The derivative of `torch.clamp` by numbers, where an entry equals its bound: 1, and 0 since 2.14.
 HAS_BOUNDS_WITHIN = get_release() < (2, 14)
 
