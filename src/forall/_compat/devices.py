@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -52,17 +53,17 @@ def find_new_device(device: Any = None) -> Any:
 
 @contextmanager
 def override_default_device(device: torch.device | None) -> Iterator[None]:
-    """Set the default device for a block; with None no default device is set."""
-    if device is not None:
-        with DeviceContext(device):
-            yield
-        return
+    """Set the default device for a block; with None no default device is set.
+
+    The one that was set is taken off: before 2.13 torch puts an inner one below it.
+    """
     modes = _pop_function_modes()
     for mode in modes:
         if type(mode) is not DeviceContext:
             push_functions(mode)
     try:
-        yield
+        with nullcontext() if device is None else DeviceContext(device):
+            yield
     finally:
         _pop_function_modes()
         for mode in modes:
