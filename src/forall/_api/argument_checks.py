@@ -126,8 +126,8 @@ def check_max_steps(verb: str, steps: Any) -> None:
 
 def check_axis(verb: str, name: Any, size: Any) -> None:
     try:
-        hash(name)
-        is_name = not isinstance(name, tuple)
+        # No hash(name): not every release's Dynamo reads that.
+        is_name = bool({name: None}) and not isinstance(name, tuple)
     except TypeError:
         is_name = False
     if not is_name:
