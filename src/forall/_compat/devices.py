@@ -55,7 +55,7 @@ def find_new_device(device: Any = None) -> Any:
 def override_default_device(device: torch.device | None) -> Iterator[None]:
     """Set the default device for a block; with None no default device is set.
 
-    The one that was set is taken off: before 2.13 torch puts an inner one below it.
+    The one that was set is taken off: torch 2.10 puts an inner one below it.
     """
     modes = _pop_function_modes()
     for mode in modes:
