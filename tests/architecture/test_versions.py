@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -51,6 +52,20 @@ def test_a_function_that_torch_no_longer_calls_is_an_error():
     versions.require_called("_inner", module, "outer")
     with pytest.raises(ImportError, match=r"torch\.utils\.some\.outer does not call _renamed"):
         versions.require_called("_renamed", module, "outer")
+
+
+def test_backward_stays_torchs_where_it_asks_for_overrides():
+    functions = types.ModuleType("functions")
+    exec(  # noqa: S102
+        "def asks(tensors):\n    return has_torch_function(tensors)\n"
+        "def asks_nobody(tensors):\n    return None\n",
+        vars(functions),
+    )
+    assert versions.ask_overrides_of_backward(functions.asks) is functions.asks
+    assert versions.ask_overrides_of_backward(functions.asks_nobody) is not functions.asks_nobody
+    torchs = inspect.unwrap(torch.autograd.backward)
+    asks = "has_torch_function" in torchs.__code__.co_names
+    assert (torch.autograd.backward is torchs) == asks
 
 
 def test_operators_that_a_release_lacks_are_left_out():

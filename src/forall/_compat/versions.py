@@ -160,7 +160,7 @@ def ask_overrides_of_backward(torchs: Callable) -> Callable:
     Releases that do not yet ask them, as they do for `torch.autograd.grad`, would accumulate the
     gradients of one example in a tensor that all examples share.
     """
-    if has_torch_function.__name__ in inspect.unwrap(torchs).__code__.co_names:
+    if "has_torch_function" in inspect.unwrap(torchs).__code__.co_names:
         return torchs
 
     @functools.wraps(torchs)
