@@ -32,7 +32,6 @@ from forall._compat.wrapper_tensor import (
     Wrapper,
     copy_metadata,
     make_shell,
-    make_wrapper,
     unwrap_all,
 )
 from forall._core import nested_tensor
@@ -64,6 +63,14 @@ class DualLevel(Level):
         super().__init__(parent)
         self.outer_grad = outer_grad
         self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
+
+    def lower_value(self, a: Any) -> Any:
+        """Return an argument as it is one level down; lists element by element."""
+        if type(a) is DualTensor:
+            return a.value if a.level is self else a
+        if isinstance(a, (list, tuple)):
+            return [self.lower_value(b) for b in a]
+        return a
 
     def split_dual(self, a: Any) -> tuple[Any, torch.Tensor | None]:
         """Return an argument's primal and tangent; call it inside `enable_autograd_below`."""
@@ -140,9 +147,7 @@ class DualTensor(Wrapper):
         halves = self.__dict__.get("unjoined")
         if halves is None or halves.value is not None:
             return wrap_dual(self.value, self.level)
-        twin = make_shell(DualTensor, halves.primal)
-        twin.__dict__.update(unjoined=halves, level=self.level)
-        return twin
+        return _wrap_halves(halves, self.level)
 
     def describe(self) -> str:
         marks = format_repr_marks(self)
@@ -315,12 +320,13 @@ def wrap_split(primal: torch.Tensor, tangent: torch.Tensor, level: DualLevel) ->
         or tangent.is_neg()
     ):
         return wrap_dual(attach_own_tangent(primal, tangent), level)
-    d = make_wrapper(
-        *(DualTensor, shape, strides, primal.storage_offset(), None),
-        *(dtype, primal.layout, primal.device),
-    )
-    own: Any = d.__dict__
-    own["unjoined"], own["level"] = Halves(primal, tangent), level
+    return _wrap_halves(Halves(primal, tangent), level)
+
+
+def _wrap_halves(halves: Halves, level: DualLevel) -> DualTensor:
+    d = make_shell(DualTensor, halves.primal)
+    own = d.__dict__
+    own["unjoined"], own["level"] = halves, level
     return d
 
 

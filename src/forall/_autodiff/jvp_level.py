@@ -195,7 +195,7 @@ class JvpLevel(DualLevel, DispatchMode):
     def apply_to_inner(self, tensors: list, f: Any) -> DualTensor:
         grad = torch.is_grad_enabled()
         with run_outside(self), enable_autograd_below(grad=grad and self.outer_grad, forward=grad):
-            return wrap_dual(f(*map(self._lower, tensors)), self)
+            return wrap_dual(f(*map(self.lower_value, tensors)), self)
 
     def lift_one_level(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -370,7 +370,7 @@ class JvpLevel(DualLevel, DispatchMode):
         ):
             draws = make_count_reset() if fact.seeded else None
             try:
-                values = [self._lower(a) for a in args]
+                values = [self.lower_value(a) for a in args]
                 if func in FILLED and any(map(self.carries_tangent, args)):
                     values[: FILLED[func]] = map(materialize_tangent, values[: FILLED[func]])
                 if fact.mutates and self.tapes is not None:
@@ -378,7 +378,9 @@ class JvpLevel(DualLevel, DispatchMode):
                 mine = fact.mutates and type(args[0]) is DualTensor and args[0].level is self
                 anew = find_functional_fill(func, values[0]) if mine else None
                 with prevent_overwrites(func, values):
-                    out = (anew or func)(*values, **{k: self._lower(a) for k, a in kwargs.items()})
+                    out = (anew or func)(
+                        *values, **{k: self.lower_value(a) for k, a in kwargs.items()}
+                    )
                 if anew is not None:
                     args[0].value = out
             except NotImplementedError as error:
@@ -412,7 +414,7 @@ class JvpLevel(DualLevel, DispatchMode):
         """True if an argument has a tangent and torch's formula is not correct for it."""
         given = pytree.get_leaves((args, kwargs))  # arguments may be lists of tensors
         return any(map(self.carries_tangent, given)) and not has_valid_formula(
-            func, map(self._lower, given)
+            func, map(self.lower_value, given)
         )
 
     def _run_then_copy(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
@@ -428,13 +430,6 @@ class JvpLevel(DualLevel, DispatchMode):
         for target, result in zip(targets, results, strict=True):
             self.run(aten.copy_.default, (target, result), {})
         return targets[0] if len(targets) == 1 else tuple(targets)
-
-    def _lower(self, a: Any) -> Any:
-        if type(a) is DualTensor:
-            return a.value if a.level is self else a
-        if isinstance(a, (list, tuple)):
-            return [self._lower(b) for b in a]
-        return a
 
     def _wrap_results(self, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
@@ -460,7 +455,7 @@ class JvpLevel(DualLevel, DispatchMode):
 
     def _return_targets(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """Return the results of an in-place write, the very tensors that were given to it."""
-        known = {id(self._lower(t)): t for t in find_written_tensors(func, args, kwargs)}
+        known = {id(self.lower_value(t)): t for t in find_written_tensors(func, args, kwargs)}
         for target in known.values():
             if isinstance(target, DualTensor):
                 target.look_like_value()

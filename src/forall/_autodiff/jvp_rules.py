@@ -25,12 +25,12 @@ from forall._autodiff.one_tangent_jvp import BINARY_OPS, push_pairs
 from forall._compat.dispatch_state import (
     AUTOGRAD,
     enable_autograd_below,
+    enable_forward_mode,
     functions_off,
     has_users_tangents,
     is_accumulating,
     is_excluded,
     is_in_backward,
-    set_forward_enabled,
 )
 from forall._compat.symbolic_zeros import (
     LINEAR,
@@ -78,14 +78,8 @@ def _split(level: DualLevel, a: Any) -> tuple[Any, torch.Tensor | None]:
     """Return an operand and its tangent."""
     if type(a) is not DualTensor or a.level is not level:
         return a, None
-    halves = find_halves(a)
-    if halves is not None:
-        return halves.primal, halves.tangent
-    set_forward_enabled(True)
-    try:
+    with enable_forward_mode():
         return level.split_value(a)
-    finally:
-        set_forward_enabled(False)
 
 
 def _split_moving(level: DualLevel, a: Any) -> tuple[Any, torch.Tensor | None]:
@@ -96,11 +90,8 @@ def _split_moving(level: DualLevel, a: Any) -> tuple[Any, torch.Tensor | None]:
 
 def _find_primal(level: DualLevel, a: Any) -> Any:
     """Return the primal of an operand, which a graph may keep."""
-    set_forward_enabled(True)
-    try:
+    with enable_forward_mode():
         return level.split_dual(a)[0]
-    finally:
-        set_forward_enabled(False)
 
 
 def _push_view(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> DualTensor | None:
@@ -134,10 +125,6 @@ def _push_constant(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
     return wrap_dual(out, level) if isinstance(out, torch.Tensor) else out
 
 
-def _lower(level: DualLevel, a: Any) -> Any:
-    return a.value if type(a) is DualTensor and a.level is level else a
-
-
 def _push_linear(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> DualTensor | None:
     """Return the result of an operator that is linear in its first argument, the one that moves."""
     value, tangent = _split_moving(level, args[0])
@@ -152,7 +139,7 @@ def _push_masked_fill(level: DualLevel, func: Any, args: tuple, kwargs: dict) ->
     value, tangent = _split_moving(level, args[0])
     if tangent is None:
         return None
-    mask = _lower(level, args[1])
+    mask = level.lower_value(args[1])
     halves = func(value, mask, args[2]), func(tangent, mask, 0)
     return wrap_split(*halves, level)
 
@@ -162,7 +149,7 @@ def _push_where(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     (x, dx), (y, dy) = _split_moving(level, args[1]), _split_moving(level, args[2])
     if (dx is None and dy is None) or not (isinstance(x, Wrapper) and isinstance(y, Wrapper)):
         return None
-    condition = _lower(level, args[0])
+    condition = level.lower_value(args[0])
     primal = func(condition, x, y)
     if dx is None or dy is None:
         moving: Any = dy if dx is None else dx
@@ -195,11 +182,8 @@ def _keeps_operands(level: DualLevel, pairs: list[tuple[Any, Any]]) -> bool:
 
 
 def _has_torchs_tangent(a: Any) -> bool:
-    set_forward_enabled(True)
-    try:
+    with enable_forward_mode():
         return read_tangent(a) is not None
-    finally:
-        set_forward_enabled(False)
 
 
 def _push_binary(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> DualTensor | None:

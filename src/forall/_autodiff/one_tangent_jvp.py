@@ -3,7 +3,7 @@
 Torch's formulas make zeros for the other operand's tangent, multiply, and add. The product of a
 zero and an inf is nan, although reverse mode has the right derivative. Zeros without memory, which
 torch takes for pointwise operators, are exact, but cost ten times the operator: torch asks Python
-for the shape of each product with them.
+for the shape of each product with them. For `jvp_rules`, both operands may have one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def push_binary_op(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> An
     if has_users_tangents():
         return None  # an operand that is no value of the level may have a tangent of the user's
     with enable_autograd_below(grad=level.outer_grad, forward=True):
-        # An alias of a plain primal takes less time than to do without.
         pairs = [level.split_dual(a) for a in args]
         i, j = _FACTORS.get(func, (0, 1))
         both = pairs[i][1] is not None and pairs[j][1] is not None

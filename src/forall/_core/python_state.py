@@ -142,6 +142,7 @@ if sys.version_info >= (3, 14):
     _UNEVALUATED["annotation_format"] = annotationlib.Format.STRING
 
 
+CALL_OPS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS = frozenset({"STORE_DEREF", "DELETE_DEREF"})

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forall._core.code_table import CodeTable
-from forall._core.python_state import instructions_of
+from forall._core.python_state import CALL_OPS, instructions_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -21,7 +21,6 @@ RANKS: dict[Any, int] = {bool: 0, int: 0, float: 1, complex: 2}
 SUM_KEEPS_LOSSES = sum([1.0, 1e100, -1e100]) == 1
 SUM_KEEPS_LOSSES_OF_INTEGERS = sum([1e100, 1, -1e100]) == 1  # among floats
 KEPT_RANK = 2 if sum([1 + 0j, 1e100, -1e100]) == 1 else 1  # of the numbers that are added so
-_CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _offsets: CodeTable[frozenset[int]] = CodeTable()
 
@@ -66,7 +65,7 @@ def _find_calls(code: CodeType) -> frozenset[int]:
     return frozenset(
         i.offset
         for i in instructions_of(code)
-        if i.opname in _CALLS and i.positions is not None and i.positions[0::2] in begins
+        if i.opname in CALL_OPS and i.positions is not None and i.positions[0::2] in begins
     )
 
 

@@ -203,9 +203,9 @@ class Operations(VmapLevel):
         level: Any = self.sub_level or self
         try:
             with functions_off():
-                if (func is _SAME_SIZE or func is _SAME_STORAGE) and _is_tangent_pair(level, *args):
-                    return func is _SAME_STORAGE or args[0].shape == args[1].shape
                 handler = _HANDLERS.get(func)
+                if (func is _SAME_SIZE or func is _SAME_STORAGE) and _is_tangent_pair(level, *args):
+                    return handler(level, func, args, {})  # pyright: ignore[reportOptionalCall]
                 records = level.records_on_value and level.outer_grad is not None
                 if handler is handle_pointwise and not kwargs and not records:
                     out = try_aligned_pointwise(level, func, args)
@@ -412,7 +412,7 @@ def _try_own_shared(level: VmapLevel, func: Any, args: tuple) -> Any:
             return None
     if use is VIEW_ONCE:
         return basic.derive_views(x, func, args[1:], {}, func._op(*values))
-    out = call_with_lazy_bits(func._op, tuple(values), {})  # a kernel may make some inside
+    out = call_with_lazy_bits(func, tuple(values), {})  # a kernel may make some inside
     if sparse_stack.can_stay_unwrapped(out, args):
         return sparse_stack.alias_constant(out)
     return wrap_results(out, None, level)

@@ -29,6 +29,7 @@ from forall._compat import pure_functions
 from forall._compat.private_api import PLAIN
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.python_state import (
+    CALL_OPS,
     UNSET,
     cell_contents_of,
     find_rebound_names,
@@ -114,7 +115,6 @@ _REBINDING = frozenset(_NAMES_OF_REBINDING.split())
 _WRITING = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
 _LOADING = frozenset({"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-_CALLING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 _LIBRARIES = {home: frozenset(names.split()) for home, names in _NAMES_OF_LIBRARIES.items()}
 _HOMES = frozenset({*_LIBRARIES, "bisect", "cmath", "math", "operator", "_operator", "torch"})
 _OWN = (str, bytes, int, float, complex, list, dict, set, frozenset, tuple, range, slice)
@@ -289,7 +289,7 @@ def _group_calls(code: CodeType) -> dict[Any, list[Instruction]]:
     """Return the calls in code by the line and column of their beginning."""
     found: dict[Any, list[Instruction]] = collections.defaultdict(list)
     for i in instructions_of(code):
-        if i.opname in _CALLING and i.positions is not None:
+        if i.opname in CALL_OPS and i.positions is not None:
             found[i.positions[0::2]].append(i)
     return found
 
